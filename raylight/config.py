@@ -344,8 +344,8 @@ class LearnerConfig(Config):
     tokens of all rows. It is added to the loss of a policy or of supervised training; 0 leaves it out."""
     router_replay: bool = False
     """Send each token to the experts that the engine's routers chose for it, in all passes of the policy and
-    of the initial model (R3, https://arxiv.org/abs/2510.11370). For mixtures of experts and the transformers
-    engine, whose routes are recorded with the tokens."""
+    of the initial model (R3, https://arxiv.org/abs/2510.11370). For mixtures of experts, whose routes the
+    engine records with the tokens."""
     train_vision: bool = False
     """Train the vision part of a model too: its tower, and the projector of its features. It is frozen by
     default; then the features of an image are computed once an update. Full models only; an

@@ -1,10 +1,15 @@
-"""Rows with the routes that the transformers engine records."""
+"""Rows with the routes that engines record."""
 
 from __future__ import annotations
 
 import asyncio
+from typing import Any
+
+import numpy as np
+import torch
 
 from raylight.engines.capture_context import Sample
+from raylight.engines.expert_routes import ExpertRoutes
 from raylight.engines.transformers.engine import TransformersEngine
 from raylight.engines.transformers.sampling import SamplingParams
 from raylight.types import Trajectory
@@ -55,3 +60,12 @@ def as_row(drawn: Sample) -> Trajectory:
         [-1] * start + drawn.weight_versions,
         routed_experts=drawn.routed_experts,
     )
+
+
+def check_routes(model: Any, recorded: Any) -> None:
+    """Compare the routes of a row or a sample with those of one pass of a model of transformers."""
+    routes, ids = recorded.routed_experts, torch.tensor([recorded.token_ids.tolist()])
+    with ExpertRoutes(model).recording() as found, torch.no_grad():
+        model(ids, use_cache=False)
+    assert routes.dtype == np.uint8
+    np.testing.assert_array_equal(np.sort(routes, -1), np.sort(found()[:-1], -1))

@@ -7,34 +7,24 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from routed_rows import GLM, sample
+from routed_rows import GLM, check_routes, sample
 from tiny_models import build_model
 from transformers import AutoModelForCausalLM
 
 from raylight.config import LearnerConfig
-from raylight.engines.expert_routes import ExpertRoutes
 from raylight.errors import ConfigError
 from raylight.experience.batches.batch import TrainBatch
 from raylight.experience.settings.policy_settings import PolicySettings
 from raylight.experience.settings.supervised_settings import SupervisedSettings
 from raylight.learner.model.engines import build_policy
 from raylight.learner.model.weights import save_model
-from raylight.types import RouteArray, Trajectory
+from raylight.types import Trajectory
 
 SETTINGS = PolicySettings(lr=1e-3, max_logprob_mismatch=1e-3)
 MIXTURES = {"qwen3_moe": {}, "gpt_oss": {}, "glm4_moe": GLM}
 
 
 pytestmark = pytest.mark.usefixtures("one_rank")
-
-
-def plain_routes(path: str, ids: list[int]) -> RouteArray:
-    """Return the routes of one pass of plain transformers."""
-    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
-    routes = ExpertRoutes(model)
-    with routes.recording() as found, torch.no_grad():
-        model(torch.tensor([ids]), use_cache=False)
-    return found()
 
 
 PROMPTS = [[90, 84, 82], [90, 84, 82], [20, 31, 5, 6, 7, 8, 9], [44]]
@@ -47,10 +37,9 @@ def test_the_engine_records_the_routes_of_every_token_but_the_last(model_type, t
     rows = sample(path, PROMPTS)
     continued = [*rows[0].token_ids.tolist(), 7, 9]
     rows += sample(path, [PROMPTS[0], PROMPTS[0], continued, continued[:20]])
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
     for row in rows:
-        expected = plain_routes(path, row.token_ids.tolist())[:-1]
-        assert row.routed_experts.dtype == np.uint8
-        np.testing.assert_array_equal(np.sort(row.routed_experts, -1), np.sort(expected, -1))
+        check_routes(model, row)
 
 
 def other_routes(row: Trajectory, experts: int = 4) -> Trajectory:

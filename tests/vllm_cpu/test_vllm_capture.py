@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 from typing import Any
 
 import pytest
-from vllm_helpers import HI, TOLERANCE, difference, until, within
+from vllm_helpers import HI, TOLERANCE, abandon, difference
 
 from raylight.types.request_fields import LABELS
 
@@ -208,45 +207,7 @@ async def test_a_token_prompt_is_used_unchanged(bench: Any, stream: bool) -> Non
 
 @pytest.mark.parametrize("stream", [False, True])
 async def test_tokens_sampled_before_a_disconnect_are_captured(bench: Any, stream: bool) -> None:
-    body = {"model": "policy", "messages": HI, "max_tokens": 400, "stream": stream, "ignore_eos": True}
-    left = asyncio.Event()
-
-    async def receive() -> dict[str, Any]:
-        if not sent:
-            sent.append(True)
-            return {"type": "http.request", "body": json.dumps(body).encode(), "more_body": False}
-        await left.wait()
-        return {"type": "http.disconnect"}
-
-    async def send(message: Any) -> None: ...
-
-    sent: list[bool] = []
-    path = "/v1/chat/completions"
-    scope = {
-        "type": "http",
-        "http_version": "1.1",
-        "method": "POST",
-        "path": path,
-        "raw_path": path.encode(),
-        "root_path": "",
-        "scheme": "http",
-        "query_string": b"",
-        "headers": [(b"content-type", b"application/json")],
-        "client": ("127.0.0.1", 1),
-        "server": ("engine", 80),
-        "state": {},
-    }
-    before = len(bench.contexts)
-    asked = asyncio.create_task(bench.captured(scope, receive, send))
-    await until(
-        lambda: (
-            len(bench.contexts) > before and bool(bench.context.samples) and len(bench.sample.output_ids) > 5
-        )
-    )
-    left.set()
-    async with within():
-        await asked
-    await until(lambda: not bench.engine._client.output_processor.request_states)
+    await abandon(bench, stream)
     sample = bench.sample
     assert sample.finish_reason == "aborted"
     assert 5 < len(sample.output_ids) < 400

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import uuid
 from typing import Any
 
 import pytest
-from vllm_helpers import change, difference, until, within
+from vllm_helpers import PREFIX, cached_tokens, change, difference, until, within
 from weight_loading import load_weights
 
 from raylight.errors import EngineStartError
@@ -15,8 +14,6 @@ from raylight.errors import EngineStartError
 pytestmark = [pytest.mark.asyncio(loop_scope="session"), pytest.mark.timeout(180)]
 
 TOLERANCE = 1e-5
-PREFIX = [5 + i * 7 % 240 for i in range(300)]
-"""A prompt of more than two blocks of the cache."""
 
 
 def complete(bench: Any, ids: list[int], tokens: int) -> asyncio.Task[Any]:
@@ -33,17 +30,6 @@ async def completed(bench: Any, ids: list[int], tokens: int) -> Any:
     await complete(bench, ids, tokens)
     (context,) = bench.contexts[before:]
     return context.samples[0]
-
-
-async def cached_tokens(bench: Any, ids: list[int]) -> int:
-    """Return the number of tokens of a prompt that the cache has."""
-    from vllm.inputs import tokens_input
-    from vllm.sampling_params import SamplingParams
-
-    outputs = bench.engine._client.generate(
-        tokens_input(ids), SamplingParams(max_tokens=1), f"cached-{uuid.uuid4().hex}"
-    )
-    return int([output async for output in outputs][-1].num_cached_tokens)
 
 
 async def test_a_shared_prefix_is_recomputed_while_a_request_in_flight_holds_it(

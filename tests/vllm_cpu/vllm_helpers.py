@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import json
+import uuid
 from typing import Any
 
 import torch
@@ -10,6 +12,8 @@ import torch
 TOLERANCE = 1e-4
 DEADLINE_S = 60.0
 HI = [{"role": "user", "content": "hi"}]
+PREFIX = [5 + i * 7 % 240 for i in range(300)]
+"""A prompt of more than two blocks of the cache."""
 
 
 def within(seconds: float = DEADLINE_S) -> Any:
@@ -50,6 +54,17 @@ async def until(holds: Any) -> None:
             await asyncio.sleep(0.002)
 
 
+async def cached_tokens(bench: Any, ids: list[int]) -> int:
+    """Return the number of tokens of a prompt that the cache has."""
+    from vllm.inputs import tokens_input
+    from vllm.sampling_params import SamplingParams
+
+    outputs = bench.engine._client.generate(
+        tokens_input(ids), SamplingParams(max_tokens=1), f"cached-{uuid.uuid4().hex}"
+    )
+    return int([output async for output in outputs][-1].num_cached_tokens)
+
+
 def ask(bench: Any, tokens: int, model: str = "policy", **settings: Any) -> asyncio.Task[Any]:
     """Send a request for exactly `tokens` tokens."""
     extra = {"ignore_eos": True}
@@ -69,3 +84,46 @@ async def in_flight(
     contexts = bench.contexts[before:]
     await until(lambda: all(e.samples and len(e.samples[0].output_ids) > 3 for e in contexts))
     return tasks, contexts
+
+
+async def abandon(bench: Any, stream: bool = False) -> None:
+    """Send a request for 400 tokens, and disconnect after some."""
+    body = {"model": "policy", "messages": HI, "max_tokens": 400, "stream": stream, "ignore_eos": True}
+    left = asyncio.Event()
+
+    async def receive() -> dict[str, Any]:
+        if not sent:
+            sent.append(True)
+            return {"type": "http.request", "body": json.dumps(body).encode(), "more_body": False}
+        await left.wait()
+        return {"type": "http.disconnect"}
+
+    async def send(message: Any) -> None: ...
+
+    sent: list[bool] = []
+    path = "/v1/chat/completions"
+    scope = {
+        "type": "http",
+        "http_version": "1.1",
+        "method": "POST",
+        "path": path,
+        "raw_path": path.encode(),
+        "root_path": "",
+        "scheme": "http",
+        "query_string": b"",
+        "headers": [(b"content-type", b"application/json")],
+        "client": ("127.0.0.1", 1),
+        "server": ("engine", 80),
+        "state": {},
+    }
+    before = len(bench.contexts)
+    asked = asyncio.create_task(bench.captured(scope, receive, send))
+    await until(
+        lambda: (
+            len(bench.contexts) > before and bool(bench.context.samples) and len(bench.sample.output_ids) > 5
+        )
+    )
+    left.set()
+    async with within():
+        await asked
+    await until(lambda: not bench.engine._client.output_processor.request_states)

@@ -63,6 +63,8 @@ class Capture:
         """vLLM's integer id of an adapter -> its version, for all adapters ever loaded."""
         self.constraint_problem: str | None = None
         """Reason why constrained requests cannot be recorded; None if they can."""
+        self.expert_layers: list[int] = []
+        """Indices of the layers of experts, if routes are recorded; vLLM returns rows of other layers too."""
         config = client.vllm_config
         self._forbids_white_space: bool = config.structured_outputs_config.disable_any_whitespace
         self._gets_numbers = config.scheduler_config.scheduler_cls == SCHEDULER
@@ -109,8 +111,10 @@ class Capture:
         if params is not None and params.extra_args is not None and OWN_ARGS & params.extra_args.keys():
             # of a client; only requests that are recorded here may have them
             params.extra_args = {k: v for k, v in params.extra_args.items() if k not in OWN_ARGS}
-        if params is not None and not self._forbids_white_space:
-            limit_json(params)
+        if params is not None:
+            params.routed_experts_prompt_start = 0  # a client's would cut routes off, or end the engine core
+            if not self._forbids_white_space:
+                limit_json(params)
         if capture is None or params is None:
             self._add_request(request, prompt, parent, index, queue)
             return
@@ -145,7 +149,7 @@ class Capture:
         state.logprobs_processor = RecordingLogprobs.wrap(
             state.logprobs_processor, sample, self, version, requested, is_constrained(params)
         )
-        state.make_request_output = _wrap_output(state.make_request_output, sample)
+        state.make_request_output = _wrap_output(state, sample)
 
 
 class RecordingLogprobs(LogprobsProcessor):
@@ -205,6 +209,8 @@ class RecordingLogprobs(LogprobsProcessor):
                 policy_logprobs, allowed = read_columns(output.new_logprobs.logprobs)
                 sample.policy_logprobs.extend(policy_logprobs)
                 sample.allowed.extend(allowed)
+            if output.routed_experts is not None:
+                sample.routes.append(output.routed_experts[:, self.capture.expert_layers])
             sample.weight_versions.extend([version] * count)
         super().update_from_output(output)
 
@@ -213,9 +219,10 @@ class RecordingLogprobs(LogprobsProcessor):
             super()._update_sample_logprobs(logprobs_lists)
 
 
-def _wrap_output(make_output: Any, sample: Sample) -> Any:
+def _wrap_output(state: Any, sample: Sample) -> Any:
     """Wrap a request state's `make_request_output`, which alone receives the final finish reason. An answer
-    does not have the emptied field in which the log-probs came."""
+    has neither routes nor the emptied field in which the log-probs came."""
+    make_output = state.make_request_output
 
     def make_request_output(
         new_token_ids: Any,
@@ -227,6 +234,7 @@ def _wrap_output(make_output: Any, sample: Sample) -> Any:
     ) -> Any:
         if finish_reason is not None:
             sample.finish_reason = FINISH.get(finish_reason, "aborted")
+        state.routed_experts_chunks.clear()
         return make_output(
             new_token_ids,
             pooling_output,

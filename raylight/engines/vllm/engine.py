@@ -89,6 +89,8 @@ class VllmEngine:
         problems = await self._client.collective_rpc("raylight_record_constraints")
         self._capture.constraint_problem = next(filter(None, problems), None)
         self._scales_prompts = all(await self._client.collective_rpc("raylight_scale_prompts"))
+        if self._client.model_config.enable_return_routed_experts:
+            self._capture.expert_layers, *_ = await self._client.collective_rpc("raylight_expert_layers")
         app = await self._build_app()
         models = app.state.openai_serving_models
         models.lora_requests = self._adapters.served

@@ -19,10 +19,12 @@ from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 from vllm.model_executor.model_loader.mtp_validation import disable_mtp_completeness_check
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
+from raylight.engines.vllm.routes import capture_routes_on_cpu
 from raylight.engines.vllm.worker import WorkerExtension, note_start_stages
 from raylight.weights.gloo import GlooReceiver
 
 note_start_stages()  # imported before the worker loads its weights
+capture_routes_on_cpu()
 
 LOST, FAILED = "lost", "failed"
 """Kinds of failures: another process was lost, or this worker failed."""

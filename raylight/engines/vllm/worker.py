@@ -86,6 +86,14 @@ class WorkerExtension:
         PromptTemperatures(self.model_runner)
         return True
 
+    def raylight_expert_layers(self) -> list[int]:
+        """Return the indices of the layers whose routes vLLM captures."""
+        from vllm.model_executor.layers.fused_moe import layer, routed_experts_capturer
+
+        kinds = layer.MoERunner, routed_experts_capturer.RoutedExpertsCaptureSource
+        parts = self.model_runner.get_model().modules()
+        return sorted(part.layer_id for part in parts if isinstance(part, kinds))
+
     def raylight_unused_adapter_layers(self, adapter: int) -> list[str]:
         """Return the layers of a loaded adapter that fit no layer of the model, which vLLM ignores.
 

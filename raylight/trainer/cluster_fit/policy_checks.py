@@ -30,6 +30,13 @@ LOCAL_ENGINE = frozenset(
 """Settings of an engine that are read with a local learner; the transport is written to config.yaml."""
 EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 """Names that the configurations of mixtures of experts have for the number of experts."""
+ROUTE_ARGS = {"transformers": "record_routes", "vllm": "enable_return_routed_experts"}
+"""Kind of an engine -> its argument that records the experts of each token."""
+ROUTELESS_ARGS = (
+    *("pipeline_parallel_size", "decode_context_parallel_size", "prefill_context_parallel_size"),
+    "kv_transfer_config",
+)
+"""Arguments with which vLLM returns no experts."""
 
 
 def resolve_state_url(path: str) -> str:
@@ -179,16 +186,22 @@ def engine_with_routes(engine: EngineConfig, model_path: str) -> EngineConfig:
     Raises:
         ConfigError: it cannot, or the model is not a mixture of experts.
     """
-    if engine.kind != "transformers":
+    if engine.kind not in ROUTE_ARGS:
         raise ConfigError(
             f"learner.router_replay=True: an engine of kind {engine.kind!r} does not record the experts of "
-            "each token; set engine.kind='transformers', or leave router_replay out"
+            "each token; set engine.kind to 'vllm' or 'transformers', or leave router_replay out"
         )
     if not _has_experts(model_path):
         raise ConfigError(
             f"learner.router_replay=True: {model_path} is no mixture of experts; leave the setting out"
         )
-    return engine.model_copy(update={"args": {"record_routes": True} | engine.args})
+    for name in ROUTELESS_ARGS:
+        if engine.args.get(name) not in (None, 1):
+            raise ConfigError(
+                f"learner.router_replay=True: vLLM does not return the experts of each token with {name}; "
+                f"leave {name} out of engine.args, or router_replay"
+            )
+    return engine.model_copy(update={"args": {ROUTE_ARGS[engine.kind]: True} | engine.args})
 
 
 def engine_on_device(engine: EngineConfig, learner: LearnerConfig) -> EngineConfig:

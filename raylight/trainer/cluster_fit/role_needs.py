@@ -27,6 +27,7 @@ from raylight.trainer.cluster_fit.model_shape import (
     read_config,
     read_shape,
 )
+from raylight.trainer.cluster_fit.policy_checks import ROUTE_ARGS
 from raylight.trainer.cluster_fit.role_memory import EngineMemory, Item, RoleMemory
 from raylight.trainer.spec.settings import ServingSettings
 
@@ -314,18 +315,20 @@ def engine_memory(
     else:
         cache = config.max_concurrent * length * per_token
     items.append(Item("key-value cache", cache, grows=kind == "transformers"))
+    room = routed = cache // per_token if per_token else None
     if kind == "transformers":
         kept = count_kept_sequences(config.max_concurrent)
         items.append(Item("kept prefixes", kept * length * per_token, grows=True))
-        if config.args.get("record_routes"):
-            routes = (config.max_concurrent + kept) * length * shape.route_bytes
-            items.append(Item(f"routes of experts, {shape.route_bytes} bytes a token", routes, "host"))
+        routed = (config.max_concurrent + kept) * length
         rows = max(min(config.max_concurrent, PREFILL_TOKENS // length), 1)
         prefill = measure_prefill(path, rows, length, DTYPES[config.dtype])
         logits = LOGIT_COPIES * FLOAT32 * config.max_concurrent * shape.vocabulary
         passing = Item("prefill of prompts", prefill, grows=True), Item("logits", logits, grows=True)
         items += _with_gaps(passing, bool(config.num_gpus))
-    processes, room = most_workers(config), cache // per_token if per_token else None
+    if routed and config.args.get(ROUTE_ARGS[kind]):
+        routes = routed * shape.route_bytes // workers
+        items.append(Item(f"routes of experts, {shape.route_bytes} bytes a token", routes, "host"))
+    processes = most_workers(config)
     return EngineMemory("engine", processes, config.num_gpus, tuple(items), context=length, room=room)
 
 

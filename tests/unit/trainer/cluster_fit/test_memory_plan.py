@@ -304,3 +304,9 @@ def test_router_replay_needs_memory_for_routes(mixture):
     assert next(item.size for item in learner.items if item.name == "routes of a pass") == 16384 * 32 * 8
     name = "routes of experts, 32 bytes a token"
     assert next(item.size for item in engine_role.items if item.name == name) == (8 + 2) * 128 * 32
+    engine = EngineConfig(num_gpus=1, args={"enable_return_routed_experts": True})
+    run = replace(planned(mixture, router_replay=True), engine=engine)
+    engine_role = make_plan(run, H100S).roles[1]
+    routes = next(item for item in engine_role.items if item.name == name)
+    assert routes.size == engine_role.room * 32
+    assert routes.place == "host"

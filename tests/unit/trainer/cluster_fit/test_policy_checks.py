@@ -270,8 +270,13 @@ def test_router_replay_needs_a_mixture_and_an_engine_that_records_routes(tmp_pat
     (tmp_path / "config.json").write_text(json.dumps({"num_experts": 4}))
     mixture = str(tmp_path)
     assert with_replay(mixture, kind="transformers").args == {"record_routes": True}
-    for kind in ("vllm", "package.module:Engine"):
-        with pytest.raises(ConfigError, match=f"kind '{kind}' does not record the experts of each token"):
-            with_replay(mixture, kind=kind)
+    alone = {"tensor_parallel_size": 2, "pipeline_parallel_size": 1}
+    recording = alone | {"enable_return_routed_experts": True}
+    assert with_replay(mixture, kind="vllm", args=alone).args == recording
+    for args in ({"pipeline_parallel_size": 2}, {"kv_transfer_config": {"kv_connector": "C"}}):
+        with pytest.raises(ConfigError, match=f"leave {next(iter(args))} out of engine.args"):
+            with_replay(mixture, kind="vllm", args=args)
+    with pytest.raises(ConfigError, match=r"'package.module:Engine' does not record .* set engine.kind to"):
+        with_replay(mixture, kind="package.module:Engine")
     with pytest.raises(ConfigError, match="is no mixture of experts; leave the setting out"):
         with_replay(str(STARTER_MODEL), kind="transformers")
