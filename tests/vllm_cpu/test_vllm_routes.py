@@ -30,7 +30,9 @@ async def complete(bench: Bench, prompt: list[int], tokens: int, **options: Any)
     """Sample exactly `tokens` tokens for each choice; return the answer, or the chunks of a stream."""
     extra = {"ignore_eos": True} | options.pop("extra_body", {})
     create = bench.openai.completions.create
-    found = await create(model="policy", prompt=prompt, max_tokens=tokens, extra_body=extra, **options)
+    found = await asyncio.create_task(  # the capture context stays in the task
+        create(model="policy", prompt=prompt, max_tokens=tokens, extra_body=extra, **options)
+    )
     return [chunk async for chunk in found] if options.get("stream") else found
 
 
