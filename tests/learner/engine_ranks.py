@@ -1,5 +1,7 @@
 """One rank that updates with several settings."""
 
+from collections.abc import Iterable
+
 import torch
 import torch.distributed as dist
 from ranks import PROBE, make_batch, plain_logprobs
@@ -16,6 +18,8 @@ VARIANTS = {
     "tight-no-sync": {"max_tokens_per_micro_batch": 18, "no_sync": True},
     "replicated": {"fsdp_size": 1},
     "lora": LORA,
+    "ulysses": {"packed": True, "ulysses": 2},
+    "ulysses-split": {"packed": True, "ulysses": 2, "max_tokens_per_micro_batch": 9},
 }
 MOVED = ("padded", "packed", "tight")
 SETTINGS = {"lr": 1e-3, "max_logprob_mismatch": 1e-3, "kl_coef": 0.01}
@@ -33,17 +37,15 @@ def update(config: dict, batch, **settings) -> dict[str, float]:
     return metrics | {f"probe/{i}": logprob for i, logprob in enumerate(policy.logprobs(PROBE))}
 
 
-def all_updates() -> dict[str, dict[str, float]]:
+def all_updates(variants: Iterable[str]) -> dict[str, dict[str, float]]:
+    """Return the results of the updates of these variants, and of those that no setting of ranks concerns."""
     from transformers import AutoModelForCausalLM
 
     plain = AutoModelForCausalLM.from_pretrained(STARTER_MODEL)
     with torch.no_grad():
         exact = [logprobs.tolist() for logprobs in plain_logprobs(plain)]
     batch = make_batch(exact)
-    found = {name: update(config, batch) for name, config in VARIANTS.items()}
-    for name, config in (("ulysses", {}), ("ulysses-split", {"max_tokens_per_micro_batch": 9})):
-        shared = {"packed": True, "ulysses": dist.get_world_size()}
-        found[name] = update(shared | config, batch)
+    found = {name: update(VARIANTS[name], batch) for name in variants}
     found["scaled"] = update({}, batch, loss_agg_mode="seq-mean-token-sum-norm")
     for name, config, mode in (
         ("critic", LORA, "token-mean"),
@@ -63,6 +65,6 @@ def all_updates() -> dict[str, dict[str, float]]:
 def main(rank: int, ranks: int, file: str) -> dict[str, dict[str, float]]:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", store=dist.FileStore(file, ranks), rank=rank, world_size=ranks)
-    found = all_updates()
+    found = all_updates(VARIANTS)
     dist.destroy_process_group()
     return found

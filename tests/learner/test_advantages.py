@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from raylight.errors import ConfigError
@@ -345,7 +345,6 @@ responses = st.lists(st.integers(1, 3), min_size=1, max_size=4)
     st.data(),
     st.sampled_from([name for name in ADVANTAGES.names if name != "gigpo"]),
 )
-@settings(max_examples=60, deadline=None)
 def test_advantages_do_not_depend_on_the_rows_of_a_rollout(rollouts, data, name):
     numbers = st.floats(-1, 1, width=32)
     totals = [sum(turns) for turns in rollouts]
