@@ -198,7 +198,7 @@ _PACKAGE_OF = {
 __all__ = sorted(_MODULE_OF)
 
 
-def _lazy_names(package: str) -> tuple[list[str], Callable[[str], Any], Callable[[], list[str]]]:
+def _lazy_names(package: str) -> tuple[list[str], Callable[[str], object], Callable[[], list[str]]]:
     """Return `__all__`, `__getattr__` and `__dir__` of a public package, for its `__init__.py`."""
     modules = _modules_of(package.removeprefix(f"{__name__}."))
 
