@@ -28,33 +28,33 @@ class AgentThreads:
         """Number of abandoned agents, in threads or as tasks, that still run."""
         return self._threads + len(self._tasks)
 
-    def abandon(self, task: asyncio.Task[Any]) -> None:
+    def abandon(self, task: asyncio.Task[object]) -> None:
         """Stop waiting for a task that ignored its cancellation; it is counted until it ends."""
         self._tasks.add(task)
         task.add_done_callback(self._forget)
 
-    def _forget(self, task: asyncio.Task[Any]) -> None:
+    def _forget(self, task: asyncio.Task[object]) -> None:
         self._tasks.discard(task)
         if not task.cancelled():
             task.exception()  # otherwise asyncio logs that it was never retrieved
 
-    async def run(self, function: Callable[..., Any], *args: Any) -> tuple[Any, BaseException | None]:
+    async def run(self, function: Callable[..., object], *args: object) -> tuple[Any, BaseException | None]:
         """Call the function in a thread; returns its result and its error, one of which is None.
 
         When the caller is cancelled, the thread is abandoned, and counted until it ends.
         """
         loop = asyncio.get_running_loop()
-        done: asyncio.Future[tuple[Any, BaseException | None]] = loop.create_future()
+        done: asyncio.Future[tuple[object, BaseException | None]] = loop.create_future()
         context = copy_context()
 
-        def deliver(result: tuple[Any, BaseException | None]) -> None:
+        def deliver(result: tuple[object, BaseException | None]) -> None:
             if done.done():
                 self._threads -= 1
             else:
                 done.set_result(result)
 
         def work() -> None:
-            result: tuple[Any, BaseException | None]
+            result: tuple[object, BaseException | None]
             try:
                 result = context.run(function, *args), None
             except BaseException as error:  # returned, because a future cannot carry a StopIteration

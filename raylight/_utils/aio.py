@@ -18,7 +18,7 @@ class _TaskGroup(asyncio.TaskGroup):
 
     def __init__(self) -> None:
         super().__init__()
-        self.unfinished: set[asyncio.Task[Any]] = set()
+        self.unfinished: set[asyncio.Task[object]] = set()
 
     def create_task(self, *args: Any, **kwargs: Any) -> asyncio.Task[Any]:
         task = super().create_task(*args, **kwargs)

@@ -48,7 +48,7 @@ def is_number(value: Any, low: float, high: float) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and low <= value <= high
 
 
-def check_plain(model: type[BaseModel], field: str, value: Any) -> Any:
+def check_plain(model: type[BaseModel], field: str, value: object) -> object:
     """Return the value of a field, unless pydantic would accept it with another meaning.
 
     Raises:
@@ -61,7 +61,7 @@ def check_plain(model: type[BaseModel], field: str, value: Any) -> Any:
     return value
 
 
-def _holds_bool(value: Any) -> bool:
+def _holds_bool(value: object) -> bool:
     if isinstance(value, list | tuple):
         return any(_holds_bool(item) for item in value)
     return type(value).__name__ in ("bool", "bool_")  # numpy's is no subclass
@@ -77,7 +77,7 @@ def _takes_number(model: type[BaseModel], field: str) -> bool:
     return bool(kinds & {int, float}) and bool not in kinds
 
 
-def leaf_types(annotation: Any) -> Iterator[Any]:
+def leaf_types(annotation: object) -> Iterator[object]:
     """Yield the types in a union, an annotated type, a list or a tuple."""
     if typing.get_origin(annotation) in (typing.Union, types.UnionType, Annotated, tuple, list):
         for part in typing.get_args(annotation):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Any
+from typing import Annotated
 
 from pydantic import AfterValidator, Field
 
@@ -31,7 +31,7 @@ CustomResources = Annotated[
 """Amounts of Ray's custom resources by name."""
 
 
-def format_amounts(resources: Mapping[str, Any]) -> str:
+def format_amounts(resources: Mapping[str, object]) -> str:
     """Return the CPUs, the GPUs and the custom resources among resources as text."""
     custom = sorted(name for name in resources if name not in OWN_SETTINGS and ":" not in name)
     amounts = [f"{resources[name]:g} {name}" for name in ("CPU", "GPU", *custom) if resources.get(name)]

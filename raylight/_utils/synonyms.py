@@ -13,7 +13,7 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 
-def take_synonyms(values: Mapping[str, Any], synonyms: Mapping[str, str]) -> dict[str, Any]:
+def take_synonyms(values: Mapping[str, object], synonyms: Mapping[str, str]) -> dict[str, Any]:
     """Return keyword arguments under raylight's own names.
 
     Args:
