@@ -22,7 +22,7 @@ MAX_KEYS = 128
 larger value becomes JSON text."""
 
 
-def flatten(nested: Any, prefix: str = "", depth: int = MAX_DEPTH) -> JsonObject:
+def flatten(nested: object, prefix: str = "", depth: int = MAX_DEPTH) -> JsonObject:
     """Flatten nested dicts and lists to dotted keys.
 
     Leaves are primitives, lists of one primitive type, and values that are neither dicts nor lists.
@@ -44,12 +44,12 @@ def flatten(nested: Any, prefix: str = "", depth: int = MAX_DEPTH) -> JsonObject
     return flat
 
 
-def _is_leaf_list(nested: Any) -> bool:
+def _is_leaf_list(nested: object) -> bool:
     kinds = {type(to_builtin(item)) for item in nested} if isinstance(nested, list | tuple) else set()
     return len(kinds) == 1 and kinds <= {str, bool, int, float}
 
 
-def to_builtin(value: Any) -> Any:
+def to_builtin(value: object) -> Any:
     """Convert a primitive of a subclass, of numpy or of torch to the builtin type; keep other values."""
     if isinstance(value, bool):
         return value
@@ -64,7 +64,7 @@ def to_builtin(value: Any) -> Any:
     return value
 
 
-def encode_value(value: Any) -> Any:
+def encode_value(value: object) -> Any:
     """Convert a value for a span; values that are not primitive become JSON text. Never raises."""
     value = to_builtin(value)
     if isinstance(value, str | bool | int | float):
@@ -77,7 +77,7 @@ def encode_value(value: Any) -> Any:
         return f"<{type(value).__module__}.{type(value).__qualname__}>"
 
 
-def as_attributes(nested: Mapping[str, Any] | None) -> Attributes:
+def as_attributes(nested: Mapping[str, object] | None) -> Attributes:
     """Convert the caller's further attributes of a span. Values of other types become JSON text.
 
     Raises:
@@ -89,7 +89,7 @@ def as_attributes(nested: Mapping[str, Any] | None) -> Attributes:
     return {key: encode_value(value) for key, value in flatten(nested or {}).items()}
 
 
-def strict_attributes(annotation: Mapping[str, Any]) -> Attributes:
+def strict_attributes(annotation: Mapping[str, object]) -> Attributes:
     """Convert attributes that readers of the trace compute with: primitives, and lists of these.
 
     Raises:
@@ -109,7 +109,7 @@ def strict_attributes(annotation: Mapping[str, Any]) -> Attributes:
     return attributes
 
 
-def value_attributes(prefix: str, value: Any) -> Attributes:
+def value_attributes(prefix: str, value: object) -> Attributes:
     """Return the attributes that record an argument or a result under `prefix`. Never raises."""
     try:
         flat = flatten({prefix: value})

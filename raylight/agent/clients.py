@@ -29,7 +29,7 @@ Provider = Literal["openai", "anthropic"]
 CLASSES = {"openai": ("AsyncOpenAI", "OpenAI"), "anthropic": ("AsyncAnthropic", "Anthropic")}
 """Asynchronous and synchronous client of each library."""
 
-_ASYNC: dict[tuple[asyncio.AbstractEventLoop, str, bool], tuple[Any, AsyncGenerator[None]]] = {}
+_ASYNC: dict[tuple[asyncio.AbstractEventLoop, str, bool], tuple[object, AsyncGenerator[None]]] = {}
 """HTTP client of each event loop and library, direct or not, and the generator that closes it."""
 _SYNC: dict[tuple[str, bool], Any] = {}
 """HTTP client of each library, direct or not, for all threads."""

@@ -99,7 +99,7 @@ class FunctionalLitAgent(LitAgent[Any]):
 
     def _is_importable(self) -> bool:
         """Return True if the agent is found under the name of its function in an imported module."""
-        found: Any = sys.modules.get(getattr(self._function, "__module__", None) or "__main__")
+        found: object = sys.modules.get(getattr(self._function, "__module__", None) or "__main__")
         for name in getattr(self._function, "__qualname__", "").split("."):
             found = getattr(found, name, None)
         return found is self and self._function.__module__ != "__main__"
@@ -160,14 +160,14 @@ class FunctionalLitAgent(LitAgent[Any]):
     def _method_for(self, mode: str | None) -> str:
         return "rollout_async" if self._async else "rollout"
 
-    def _can_fill(self, name: str, resources: Mapping[str, Any]) -> bool:
+    def _can_fill(self, name: str, resources: Mapping[str, object]) -> bool:
         return (
             name in BUILTIN_PARAMETERS
             or name in resources
             or (name in TYPED_PARAMETERS and any(map(TYPED_PARAMETERS[name], resources.values())))
         )
 
-    def _arguments(self, task: Any, resources: NamedResources, rollout: Rollout) -> dict[str, Any]:
+    def _arguments(self, task: object, resources: NamedResources, rollout: Rollout) -> dict[str, Any]:
         builtin = {"task": task, "rollout": rollout, "resources": resources}
         arguments = {self._task_name: task}
         for name in self._names:
@@ -197,7 +197,7 @@ class FunctionalLitAgent(LitAgent[Any]):
         )
 
 
-def _rebuild(function: Callable[..., Any], settings: dict[str, Any]) -> FunctionalLitAgent:
+def _rebuild(function: Callable[..., object], settings: dict[str, Any]) -> FunctionalLitAgent:
     return FunctionalLitAgent(function, **settings)
 
 
@@ -211,7 +211,7 @@ def _import(module: str, qualname: str, settings: dict[str, Any]) -> FunctionalL
 _TRYING: ContextVar[bool] = ContextVar("raylight_trying_to_pickle", default=False)
 
 
-def _is_picklable(function: Callable[..., Any]) -> bool:
+def _is_picklable(function: Callable[..., object]) -> bool:
     """Return True if cloudpickle can send a function; also within this very question, to end recursion."""
     if _TRYING.get():
         return True
@@ -227,14 +227,14 @@ def _is_picklable(function: Callable[..., Any]) -> bool:
     return True
 
 
-def _unwrap_partial(function: Any) -> Any:
+def _unwrap_partial(function: object) -> Any:
     """Return the function inside nested `functools.partial` objects."""
     while isinstance(function, functools.partial):
         function = function.func
     return function
 
 
-def _parameters(function: Callable[..., Any], name: str) -> list[inspect.Parameter]:
+def _parameters(function: Callable[..., object], name: str) -> list[inspect.Parameter]:
     """Return the parameters of a rollout function, after checking that all can be passed by name."""
     bare = _unwrap_partial(function)
     for yields in (inspect.isgeneratorfunction, inspect.isasyncgenfunction):
@@ -259,7 +259,7 @@ def _parameters(function: Callable[..., Any], name: str) -> list[inspect.Paramet
     return parameters
 
 
-_MISSING: Any = object()
+_MISSING: object = object()
 
 
 def _decorate(decorator: str, function: Any, **settings: Any) -> Any:
@@ -274,16 +274,16 @@ def _decorate(decorator: str, function: Any, **settings: Any) -> Any:
 
 
 @overload
-def rollout(function: Callable[..., Any], /) -> FunctionalLitAgent: ...
+def rollout(function: Callable[..., object], /) -> FunctionalLitAgent: ...
 
 
 @overload
 def rollout(
-    *, trained_agents: str | None = None, **resources: Any
+    *, trained_agents: str | None = None, **resources: object
 ) -> Callable[[Callable[..., Any]], FunctionalLitAgent]: ...
 
 
-def rollout(function: Any = _MISSING, /, *, trained_agents: str | None = None, **resources: Any) -> Any:
+def rollout(function: object = _MISSING, /, *, trained_agents: str | None = None, **resources: object) -> Any:
     """Turn a function into an agent.
 
     Example:
@@ -304,14 +304,14 @@ def rollout(function: Any = _MISSING, /, *, trained_agents: str | None = None, *
 
 
 @overload
-def llm_rollout(function: Callable[..., Any], /) -> FunctionalLitAgent: ...
+def llm_rollout(function: Callable[..., object], /) -> FunctionalLitAgent: ...
 
 
 @overload
 def llm_rollout(*, strip_proxy: bool = True) -> Callable[[Callable[..., Any]], FunctionalLitAgent]: ...
 
 
-def llm_rollout(function: Any = _MISSING, /, *, strip_proxy: bool = True) -> Any:
+def llm_rollout(function: object = _MISSING, /, *, strip_proxy: bool = True) -> Any:
     """Turn a function that takes the task and `llm` into an agent.
 
     Args:
@@ -326,14 +326,14 @@ def llm_rollout(function: Any = _MISSING, /, *, strip_proxy: bool = True) -> Any
 
 
 @overload
-def prompt_rollout(function: Callable[..., Any], /) -> FunctionalLitAgent: ...
+def prompt_rollout(function: Callable[..., object], /) -> FunctionalLitAgent: ...
 
 
 @overload
 def prompt_rollout() -> Callable[[Callable[..., Any]], FunctionalLitAgent]: ...
 
 
-def prompt_rollout(function: Any = _MISSING, /) -> Any:
+def prompt_rollout(function: object = _MISSING, /) -> Any:
     """Turn a function that takes the task and `prompt_template` into an agent.
 
     Raises:

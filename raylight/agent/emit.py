@@ -38,7 +38,7 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 def emit_reward(
-    reward: Any,
+    reward: object,
     *,
     primary_key: str | None = None,
     agent: str | None = None,
@@ -81,7 +81,7 @@ def reward(function: Function) -> Function:
     if inspect.iscoroutinefunction(function):
 
         @functools.wraps(function)
-        async def call_async(*args: Any, **kwargs: Any) -> Any:
+        async def call_async(*args: object, **kwargs: object) -> Any:
             return _rewarded(await function(*args, **kwargs))
 
         return call_async  # type: ignore[return-value]
@@ -93,13 +93,13 @@ def reward(function: Function) -> Function:
     return call  # type: ignore[return-value]
 
 
-def _rewarded(result: Any) -> Any:
+def _rewarded(result: object) -> Any:
     if result is not None:
         emit_reward(result)
     return result
 
 
-def emit_state(key: Any, propagate: bool = True) -> SpanCoreFields:
+def emit_state(key: object, propagate: bool = True) -> SpanCoreFields:
     """Name the state in which the next call of the model is made, for an algorithm that compares turns of
     equal states (`rl.algorithms.GiGPO`).
 
@@ -172,7 +172,7 @@ def emit_exception(
     return record_span(EXCEPTION, recorded, propagate=propagate)
 
 
-def _encode_object(value: Any) -> Attributes:
+def _encode_object(value: object) -> Attributes:
     if isinstance(value, bytes):
         return {OBJECT_TYPE: "bytes", OBJECT_LITERAL: base64.b64encode(value).decode()}
     primitive = to_builtin(value)
@@ -222,7 +222,7 @@ def get_object_value(span: SpanLike) -> Any:
     return None
 
 
-_LITERALS: dict[Any, Callable[[Any], Any]] = {
+_LITERALS: dict[object, Callable[[Any], object]] = {
     "str": str,
     "int": int,
     "float": float,

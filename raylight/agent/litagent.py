@@ -21,7 +21,7 @@ class TrainerView:
     """The settings of the Trainer that reach the runner's process; the Trainer itself is in another one."""
 
     tracer: Tracer
-    hooks: tuple[Any, ...] = ()
+    hooks: tuple[object, ...] = ()
     n_runners: int = 1
     max_rollouts: int | None = None
 
@@ -50,13 +50,13 @@ def rollout_scope(scope: RolloutScope) -> Iterator[None]:
 class InsideRollout:
     """Attribute that an agent has inside a rollout. An attribute that the agent sets itself precedes it."""
 
-    def __init__(self, read: Callable[[], Any]) -> None:
+    def __init__(self, read: Callable[[], object]) -> None:
         self._read = read
 
     def __set_name__(self, owner: type, name: str) -> None:
         self._name = name
 
-    def __get__(self, agent: Any, owner: type | None = None) -> Any:
+    def __get__(self, agent: object, owner: type | None = None) -> Any:
         if agent is None:
             return self
         value = self._read()

@@ -30,7 +30,7 @@ class PromptTemplate(Resource):
     template: str
     engine: Literal["f-string", "jinja"] = "f-string"
 
-    def format(self, /, **values: Any) -> str:
+    def format(self, /, **values: object) -> str:
         """Fill the placeholders. Values without a placeholder are ignored.
 
         Raises:
@@ -60,14 +60,14 @@ class PromptTemplate(Resource):
         return _jinja_names(self.template) if self.engine == "jinja" else _f_string_names(self.template)
 
 
-def _missing(names: Sequence[str], values: Mapping[str, Any]) -> str:
+def _missing(names: Sequence[str], values: Mapping[str, object]) -> str:
     return (
         f"the prompt template needs {', '.join(map(repr, names))}, but format() got {_listed(values)}; "
         "pass the missing values, or remove the placeholders"
     )
 
 
-def _listed(values: Mapping[str, Any]) -> str:
+def _listed(values: Mapping[str, object]) -> str:
     return ", ".join(map(repr, sorted(values))) or "nothing"
 
 
@@ -78,7 +78,9 @@ ResourceUnion = LLM | ProxyLLM | PromptTemplate
 class _PlainFormatter(string.Formatter):
     """Formatter for plain `{name}` placeholders; attributes and indices could expose internals of a value."""
 
-    def get_field(self, field_name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Any, str]:
+    def get_field(
+        self, field_name: str, args: Sequence[object], kwargs: Mapping[str, object]
+    ) -> tuple[Any, str]:
         return kwargs[_check_name(field_name)], field_name
 
 

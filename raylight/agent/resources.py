@@ -99,7 +99,7 @@ class LLM(Resource):
 
     if not TYPE_CHECKING:
 
-        def __init__(self, **values: Any) -> None:
+        def __init__(self, **values: object) -> None:
             try:
                 super().__init__(**take_synonyms(values, LLM_SYNONYMS))
             except ValidationError as error:
