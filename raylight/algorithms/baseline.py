@@ -283,8 +283,8 @@ class BaselineReport:
 
 
 def split_samples(
-    train: Sequence[Any], val: Sequence[Any], train_split: float
-) -> list[tuple[RolloutMode, Any]]:
+    train: Sequence[object], val: Sequence[object], train_split: float
+) -> list[tuple[RolloutMode, object]]:
     """Return the samples with their modes.
 
     Without `val`, the last samples of `train` run in mode "val"; each mode gets at least one of two or more
@@ -303,7 +303,7 @@ def split_samples(
     return [*(("train", task) for task in train), *(("val", task) for task in val)]
 
 
-def as_list(dataset: Any, name: str) -> list[Any]:
+def as_list(dataset: object, name: str) -> list[object]:
     """Return all items of a dataset, which needs `__len__` and `__getitem__` only.
 
     Raises:
@@ -333,7 +333,7 @@ def _duration(start: float | None, end: float | None) -> str:
     return "" if start is None or end is None else f", {end - start:.2f} s"
 
 
-def _excerpt(value: Any) -> str:
+def _excerpt(value: object) -> str:
     text = value if isinstance(value, str) else repr(value)
     return (
         text if len(text) <= EXCERPT_CHARACTERS else f"{text[:EXCERPT_CHARACTERS]}… ({len(text)} characters)"

@@ -27,7 +27,7 @@ class FunctionalAlgorithm(Algorithm):
             name.
     """
 
-    def __init__(self, function: Callable[..., Any]) -> None:
+    def __init__(self, function: Callable[..., object]) -> None:
         functools.update_wrapper(
             self, function, updated=()
         )  # first, so that it overwrites no attribute set below
@@ -87,14 +87,14 @@ class FunctionalAlgorithm(Algorithm):
         return f"algorithm function {self._name}"
 
 
-def _unwrap_partial(function: Any) -> Any:
+def _unwrap_partial(function: object) -> object:
     """Return the function inside any number of `functools.partial`s."""
     while isinstance(function, functools.partial):
         function = function.func
     return function
 
 
-def _check_parameters(function: Callable[..., Any], name: str) -> list[inspect.Parameter]:
+def _check_parameters(function: Callable[..., object], name: str) -> list[inspect.Parameter]:
     """Return the function's parameters, after checking that each can be passed or has a default."""
     if inspect.isgeneratorfunction(function) or inspect.isasyncgenfunction(function):
         raise ConfigError(
@@ -123,7 +123,7 @@ def _check_parameters(function: Callable[..., Any], name: str) -> list[inspect.P
     return parameters
 
 
-def algo(function: Callable[..., Any]) -> FunctionalAlgorithm:
+def algo(function: Callable[..., object]) -> FunctionalAlgorithm:
     """Decorator that turns a function into an algorithm.
 
     The function receives those of the following that it has parameters for: `store`, `adapter`, `llm_proxy`,

@@ -50,7 +50,7 @@ class MiniGRPO(GRPO):
 
     backend: Literal["raylight", "trl"] = "raylight"
     """raylight: agents run unchanged in runners. trl: TRL's loop, without an agent."""
-    trl_prompt_of: Callable[[Any], Any] | None = Field(default=None, alias="prompt_of", exclude=True)
+    trl_prompt_of: Callable[[Any], object] | None = Field(default=None, alias="prompt_of", exclude=True)
     """With `backend="trl"`: function from a task to its prompt, a text or a list of chat messages."""
     trl_reward_of: Callable[[Any, str], float] | None = Field(default=None, alias="reward_of", exclude=True)
     """With `backend="trl"`: function from a task and the model's response to the reward."""
@@ -93,7 +93,7 @@ class MiniGRPO(GRPO):
 
     @model_validator(mode="before")
     @classmethod
-    def _rename_passes(cls, values: Any) -> Any:
+    def _rename_passes(cls, values: Any) -> object:
         passes = values.get("passes") if isinstance(values, dict) else None
         if type(passes) is not int or not 1 <= passes <= MAX_SAMPLES:  # its own bounds reject it
             return values

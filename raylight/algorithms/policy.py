@@ -162,7 +162,7 @@ class PolicyAlgorithm(PolicySettings, BaseAlgorithm):
 
     @field_validator("models", mode="before")
     @classmethod
-    def _read_folders(cls, models: Any) -> Any:
+    def _read_folders(cls, models: object) -> object:
         if not isinstance(models, Mapping):
             return models
         return {

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import PurePath
-from typing import Any, Literal, Self
+from typing import Literal, Self
 
 from pydantic import Field, field_serializer, field_validator, model_validator
 
@@ -332,19 +332,19 @@ class OPD(PolicyAlgorithm):
 
     @field_validator("teacher", mode="before")
     @classmethod
-    def _parse_teacher(cls, value: Any) -> Any:
+    def _parse_teacher(cls, value: object) -> object:
         return {"model": str(value)} if isinstance(value, str | PurePath) else value
 
     @field_validator("teachers", mode="before")
     @classmethod
-    def _parse_teachers(cls, value: Any) -> Any:
+    def _parse_teachers(cls, value: object) -> object:
         if not isinstance(value, Mapping):
             return value
         return {name: cls._parse_teacher(teacher) for name, teacher in value.items()}
 
     @field_validator("teacher_of", mode="before")
     @classmethod
-    def _parse_choice(cls, value: Any) -> Any:
+    def _parse_choice(cls, value: object) -> object:
         if not isinstance(value, str) or ":" not in value:
             return value
         try:

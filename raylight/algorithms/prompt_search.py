@@ -81,7 +81,7 @@ class PromptSearch(Algorithm, Generic[S]):
 
     def read_inputs(
         self, train_dataset: Any, val_dataset: Any
-    ) -> tuple[list[Any], list[Any], str, PromptTemplate]:
+    ) -> tuple[list[object], list[object], str, PromptTemplate]:
         """Return training tasks, validation tasks, and name and template of the seed.
 
         Raises:
@@ -108,7 +108,7 @@ class PromptSearch(Algorithm, Generic[S]):
         return Console(quiet=not (self._trainer is None or getattr(self.get_trainer(), "progress", True)))
 
 
-def fingerprint(tasks: Sequence[Any]) -> str:
+def fingerprint(tasks: Sequence[object]) -> str:
     """Return a digest of tasks that is the same in every process."""
     text = json.dumps(tasks, skipkeys=True, default=lambda item: type(item).__qualname__)
     return f"{len(tasks)} tasks, sha256 {hashlib.sha256(text.encode()).hexdigest()}"

@@ -33,7 +33,7 @@ class SupervisedAlgorithm(SupervisedSettings, BaseAlgorithm):
     model: str
     data: Any
     """Examples: a file, a list, or a run directory (or the file of a store), whose rollouts are learned."""
-    val_data: Any = None
+    val_data: object = None
     """Held-out examples in the same forms, on which the loss is measured; None: no validation."""
     split: RolloutMode | Literal["all"] = "train"
     """Mode of the rollouts that are taken from a run directory."""

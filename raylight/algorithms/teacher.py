@@ -65,7 +65,7 @@ class TeacherConfig(ScoringConfig):
 
     @field_validator("prompt", mode="before")
     @classmethod
-    def _parse_prompt(cls, value: Any) -> Any:
+    def _parse_prompt(cls, value: object) -> object:
         function = value
         if isinstance(value, str):
             try:

@@ -47,7 +47,7 @@ class TrlGRPO(Algorithm):
 
     def __init__(self, settings: MiniGRPO) -> None:
         self._settings = settings
-        self._report_step: Callable[[int, Metrics], Any]
+        self._report_step: Callable[[int, Metrics], object]
         self._row: Metrics = {}
         self._step = 0
         self._stopped = False
@@ -182,7 +182,7 @@ class TrlGRPO(Algorithm):
         reward_of = self._settings.trl_reward_of
         assert reward_of is not None, "checked with the settings"
 
-        def reward(completions: list[Any], number: list[int], **rest: Any) -> list[float | None]:
+        def reward(completions: list[Any], number: list[int], **rest: object) -> list[float | None]:
             texts = [text if isinstance(text, str) else text[0]["content"] for text in completions]
             return [_finite(reward_of(tasks[i], text)) for i, text in zip(number, texts, strict=True)]
 
@@ -194,11 +194,13 @@ class TrlGRPO(Algorithm):
         run, every = self, self._settings.save_every
 
         class LogCallback(TrainerCallback):
-            def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **rest: Any) -> None:
+            def on_log(
+                self, args: object, state: Any, control: Any, logs: Any = None, **rest: object
+            ) -> None:
                 run._collect_logs(state.global_step, logs or {})
 
             def on_step_end(
-                self, args: Any, state: Any, control: Any, model: Any = None, **rest: Any
+                self, args: object, state: Any, control: Any, model: Any = None, **rest: object
             ) -> None:
                 control.should_training_stop = control.should_training_stop or run._stopped
                 if every and state.global_step % every == 0:
@@ -219,7 +221,7 @@ class TrlGRPO(Algorithm):
         self._row = {}
 
 
-def _finite(reward: Any) -> float:
+def _finite(reward: object) -> float:
     if isinstance(reward, bool | int | float) and math.isfinite(reward):
         return float(reward)
     raise RewardError(f"reward_of returned {reward!r:.80}; it must return a finite number")
@@ -231,7 +233,7 @@ def save_adapter(model: Any, folder: Path) -> None:
         model.save_pretrained(partial)
 
 
-def _as_list(dataset: Any) -> list[Any]:
+def _as_list(dataset: Any) -> list[object]:
     if dataset is None:
         return []
     return list(dataset) if isinstance(dataset, Iterable) else [dataset[i] for i in range(len(dataset))]

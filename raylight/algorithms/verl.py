@@ -38,7 +38,7 @@ class VERL(PolicyAlgorithm):
     _strict: bool = PrivateAttr()
     _config: Any = PrivateAttr()
 
-    def __init__(self, config: Any, *, strict: bool = True) -> None:
+    def __init__(self, config: object, *, strict: bool = True) -> None:
         resolution = resolve(config, strict=strict)
         try:
             super().__init__(**resolution.algorithm_settings())
@@ -80,7 +80,7 @@ class VERL(PolicyAlgorithm):
         return copy
 
 
-def _to_plain(value: Any) -> Any:
+def _to_plain(value: object) -> object:
     """Return a configuration as YAML values, with paths as text."""
     if OmegaConf.is_config(value):
         value = OmegaConf.to_container(value, resolve=True)

@@ -148,7 +148,7 @@ class APO(PromptSearch[ApoSettings], Generic[Task]):
         )
         self.history = history
         console = self.console()
-        datasets: dict[RolloutMode, Sequence[Any]] = {"train": train, "val": val}
+        datasets: dict[RolloutMode, Sequence[object]] = {"train": train, "val": val}
         evaluator = PromptEvaluator(
             self.get_store(),
             self.get_initial_resources() or {},

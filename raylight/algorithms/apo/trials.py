@@ -135,7 +135,7 @@ def _message_text(message: JsonObject) -> str:
     return f"{text} (calls {_text(calls)})".strip() if calls else text
 
 
-def _text(value: Any) -> str:
+def _text(value: object) -> str:
     try:
         return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=repr)
     except (TypeError, ValueError):  # keys that JSON does not support, or a circular reference

@@ -26,12 +26,12 @@ ARGS_WITH_VERL_DEFAULT = {
 """Arguments of vLLM for which verl's default holds -> verl's keys."""
 
 
-def one_of(**names: Any) -> Converter:
+def one_of(**names: object) -> Converter:
     """Return a converter of a fixed set of words."""
     return lambda value, read: _translate(names, value)
 
 
-def _translate(names: JsonObject, value: Any) -> Any:
+def _translate(names: JsonObject, value: object) -> Any:
     if value not in names:
         raise UnsupportedValueError(f"must be one of {', '.join(names)}")
     return names[value]
@@ -40,7 +40,7 @@ def _translate(names: JsonObject, value: Any) -> Any:
 def if_enabled(switch: str, converter: Converter | None = None) -> Converter:
     """Return a converter that applies only if the key `switch` is true."""
 
-    def convert(value: Any, read: ConfigReader) -> Any:
+    def convert(value: object, read: ConfigReader) -> Any:
         if not read(switch):
             return UNSET
         return converter(value, read) if converter else value
@@ -54,7 +54,7 @@ def has_critic(read: ConfigReader) -> bool:
     return read("algorithm.adv_estimator") == "gae" if enabled is None else bool(enabled)
 
 
-def text(value: Any, read: ConfigReader) -> str:
+def text(value: object, read: ConfigReader) -> str:
     """Return the value as a string."""
     return str(value)
 
@@ -74,7 +74,7 @@ def kl_in_loss(value: bool, read: ConfigReader) -> float:
     return read(f"{ACTOR}.kl_loss_coef") if value else 0.0
 
 
-def kl_target(value: str, read: ConfigReader) -> Any:
+def kl_target(value: str, read: ConfigReader) -> object:
     """Return the target KL of the adaptive controller."""
     if not read("algorithm.use_kl_in_reward"):
         return UNSET
@@ -282,7 +282,7 @@ def tool_parser(value: str, read: ConfigReader) -> JsonObject:
 def vllm_arg(name: str) -> Converter:
     """Return a converter that makes an argument of vLLM."""
 
-    def convert(value: Any, read: ConfigReader) -> Any:
+    def convert(value: object, read: ConfigReader) -> Any:
         key = ARGS_WITH_VERL_DEFAULT.get(name)
         if key and read(f"{ROLLOUT}.name") != "vllm" and (value == 1 or not read.is_set(f"{ROLLOUT}.{key}")):
             return UNSET
@@ -337,7 +337,7 @@ def project_folder(value: str, read: ConfigReader) -> str:
     return f"outputs/{value}"
 
 
-def experiment_folder(value: str, read: ConfigReader) -> Any:
+def experiment_folder(value: str, read: ConfigReader) -> object:
     """Return the folder for the runs of an experiment without a project."""
     return UNSET if read.is_set("trainer.project_name") else f"outputs/{value}"
 

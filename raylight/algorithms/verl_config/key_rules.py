@@ -76,7 +76,7 @@ def used_by(key: str, user: str) -> KeyRule:
     return KeyRule(key, used_by=user)
 
 
-def only(key: str, *values: Any, reason: str) -> KeyRule:
+def only(key: str, *values: object, reason: str) -> KeyRule:
     """Return the rule of a key of which raylight supports only some values."""
     return KeyRule(key, accepted=values, reason=reason)
 

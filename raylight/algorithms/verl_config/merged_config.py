@@ -41,7 +41,7 @@ def verl_defaults() -> Any:
     return OmegaConf.load(path)
 
 
-def flatten(config: Any, opaque_keys: Collection[str]) -> JsonObject:
+def flatten(config: object, opaque_keys: Collection[str]) -> JsonObject:
     """Return a configuration as a mapping from dotted keys to values.
 
     Args:
@@ -79,7 +79,9 @@ def _resolve_omegaconf(config: Any) -> Any:
         raise ConfigError(f"verl's configuration cannot be resolved: {str(error).splitlines()[0]}") from None
 
 
-def _leaves(node: Mapping[Any, Any], prefix: str, opaque_keys: Collection[str]) -> Iterator[tuple[str, Any]]:
+def _leaves(
+    node: Mapping[object, object], prefix: str, opaque_keys: Collection[str]
+) -> Iterator[tuple[str, Any]]:
     for name, value in node.items():
         if not isinstance(name, str):
             raise ConfigError(
@@ -105,7 +107,7 @@ class MergedConfig:
         ConfigError: OmegaConf cannot hold a value.
     """
 
-    def __init__(self, values: Mapping[str, Any]) -> None:
+    def __init__(self, values: Mapping[str, object]) -> None:
         from omegaconf import OmegaConf
         from omegaconf.errors import OmegaConfBaseException
 
@@ -136,7 +138,7 @@ class MergedConfig:
         """Return True if the user's configuration has the key."""
         return key in self._values
 
-    def has_default(self, key: str, value: Any) -> bool:
+    def has_default(self, key: str, value: object) -> bool:
         """Return True if `value` is the default of a key that is not among the user's."""
         from omegaconf import OmegaConf
         from omegaconf.errors import ConfigTypeError

@@ -93,7 +93,7 @@ class Resolution:
             self.settings[target] = setting
 
 
-def resolve(config: Any, *, strict: bool) -> Resolution:
+def resolve(config: object, *, strict: bool) -> Resolution:
     """Resolve a configuration.
 
     Args:

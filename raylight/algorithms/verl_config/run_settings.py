@@ -136,7 +136,7 @@ def _merge_args(resolution: Resolution, args: JsonObject, trainer_args: JsonObje
     return args | trainer_args
 
 
-def _merge_value(argument: str, resolution: Resolution, target: str, trainer_value: Any) -> Any:
+def _merge_value(argument: str, resolution: Resolution, target: str, trainer_value: object) -> Any:
     """Return the Trainer's value of a setting, or else the configuration's."""
     value = resolution.get(target)
     if value is not None and trainer_value is not None and str(value) != str(trainer_value):
@@ -145,7 +145,7 @@ def _merge_value(argument: str, resolution: Resolution, target: str, trainer_val
 
 
 def _check_not_set(
-    resolution: Resolution, target: str, value: Any, trainer_value: Any, argument: str = ""
+    resolution: Resolution, target: str, value: object, trainer_value: object, argument: str = ""
 ) -> None:
     """Raise ConfigError if the value that the Trainer overrides is the user's and not verl's default."""
     setting = resolution.settings.get(target)
@@ -156,7 +156,7 @@ def _check_not_set(
         )
 
 
-def _loggers(resolution: Resolution, strict: bool) -> tuple[list[Any] | None, list[str]]:
+def _loggers(resolution: Resolution, strict: bool) -> tuple[list[object] | None, list[str]]:
     """Return the loggers of a run, or None if the configuration has no tracker, and notes for the user."""
     trackers = resolution.get("run.loggers") or []
     used, problems = [], []
