@@ -33,7 +33,7 @@ class Config(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
-    def __init__(self, **values: Any) -> None:
+    def __init__(self, **values: object) -> None:
         """Validate the settings.
 
         Raises:
@@ -46,11 +46,11 @@ class Config(BaseModel):
 
     @field_validator("*", mode="before")
     @classmethod
-    def _check_plain(cls, value: Any, info: ValidationInfo) -> Any:
+    def _check_plain(cls, value: object, info: ValidationInfo) -> object:
         return check_plain(cls, str(info.field_name), value)
 
     @classmethod
-    def parse(cls, values: Self | dict[str, Any] | None, **overrides: Any) -> Self:
+    def parse(cls, values: Self | dict[str, object] | None, **overrides: object) -> Self:
         """Return settings from an instance, a dict, or None (all defaults), updated with overrides.
 
         Args:
@@ -113,7 +113,7 @@ def validation_message(cls: type[BaseModel], error: ValidationError) -> str:
     return "; ".join(phrases)
 
 
-def excerpt(value: Any) -> str:
+def excerpt(value: object) -> str:
     """Return the representation of a value, cut to one line."""
     try:
         text = repr(value)
