@@ -62,7 +62,7 @@ def _tool_name(name: str) -> str:
     return name.replace(".", "_")
 
 
-def _json_schema(schema: Any) -> Any:
+def _json_schema(schema: object) -> object:
     """Return a schema with JSON Schema's names of types, at every depth."""
     if isinstance(schema, list):
         return [_json_schema(part) for part in schema]
@@ -74,7 +74,7 @@ def _json_schema(schema: Any) -> Any:
     }
 
 
-def _fits(given: JsonObject, parameters: Schema, possible: dict[str, list[Any]]) -> bool:
+def _fits(given: JsonObject, parameters: Schema, possible: dict[str, list[object]]) -> bool:
     properties = parameters["properties"]
     return (
         all(name in given for name in parameters["required"])
@@ -90,7 +90,7 @@ def _is_possible(value: Any, declared: Schema, possible: list[Any]) -> bool:
     A value of another type than the declared one is the name of a variable, where the possible values have
     that type too.
     """
-    expected: Any = PYTHON_TYPES[declared["type"]]
+    expected: object = PYTHON_TYPES[declared["type"]]
     if expected is float and type(value) is int:
         value = float(value)
     of_possible = next((type(other) for other in possible if other != ""), None)
@@ -116,14 +116,14 @@ def _is_possible(value: Any, declared: Schema, possible: list[Any]) -> bool:
     )
 
 
-def _same_entries(given: JsonObject, possible: dict[str, list[Any]]) -> bool:
+def _same_entries(given: JsonObject, possible: dict[str, list[object]]) -> bool:
     """Return True if each entry has one of the possible values, and those left out may be left out."""
     return all(
         name in possible and _plain(value) in map(_plain, possible[name]) for name, value in given.items()
     ) and all(name in given or "" in values for name, values in possible.items())
 
 
-def _plain(value: Any) -> Any:
+def _plain(value: object) -> object:
     """Return a value whose strings are without case and punctuation."""
     if isinstance(value, list):
         return [_plain(part) for part in value]
