@@ -11,7 +11,7 @@ import functools
 import io
 import sys
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
@@ -309,7 +309,7 @@ def evaluate(
     if model is None or (data is None and benchmark is None):
         raise ConfigError(f"{source}: --{'model' if model is None else 'data'} is missing; see --help")
     import_from_here()
-    agent: Any = BenchmarkAgent(source, sandbox) if benchmark else source
+    agent: object = BenchmarkAgent(source, sandbox) if benchmark else source
     tasks = read_rows(benchmark, data, limit) if benchmark else read_data(str(data), "--data", limit)
     settings: JsonObject = {
         "engine": {} if engine == "auto" else {"kind": engine},
