@@ -175,7 +175,7 @@ def _is_from(module: ModuleType, file: Path) -> bool:
     return origin is not None and Path(origin).samefile(file)
 
 
-def dotted_name(target: Any) -> str:
+def dotted_name(target: object) -> str:
     """Return "package.module:name" of a class, a function or another global of a module; `IN_CODE` if it is
     none."""
     module_name = getattr(target, "__module__", None) or type(target).__module__
@@ -187,14 +187,16 @@ def dotted_name(target: Any) -> str:
     return f"{spec.name if spec else module_name}:{name}"
 
 
-def _is_component(value: Any, expected: type) -> bool:
+def _is_component(value: object, expected: type) -> bool:
     """Return True if a value is the component itself, and not a description of it."""
     if expected is object:
         return not (isinstance(value, str | Mapping | type) or inspect.isroutine(value))
     return isinstance(value, expected)
 
 
-def _call(source: Any, expected: type, name: str, arguments: dict[str, Any], defaults: dict[str, Any]) -> Any:
+def _call(
+    source: object, expected: type, name: str, arguments: dict[str, object], defaults: dict[str, object]
+) -> Any:
     """Call a class or a factory with its arguments, after checking that they fit its signature."""
     if not callable(source) or (isinstance(source, type) and not issubclass(source, expected)):
         raise ConfigError(
@@ -230,7 +232,7 @@ def _quoted(names: Iterable[str]) -> str:
     return ", ".join(map(repr, names)) or "nothing"
 
 
-def _name_of(item: Any) -> str:
+def _name_of(item: object) -> str:
     return getattr(item, "__name__", None) or repr(item)[:80]
 
 
