@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal, Self
+from typing import Literal, Self
 
 from pydantic import Field, SecretStr, field_validator, model_validator
 
@@ -274,7 +274,7 @@ class LoraConfig(Config):
 
     @model_validator(mode="before")
     @classmethod
-    def _merge_parameters(cls, values: Any) -> Any:
+    def _merge_parameters(cls, values: object) -> object:
         if isinstance(values, dict) and values.get("target_parameters"):
             return {"serve": "merged"} | values
         return values
