@@ -7,7 +7,6 @@ import importlib.metadata
 import json
 import sys
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 from rich.console import Console
 
@@ -158,7 +157,7 @@ def leftovers_problem(leftovers: Sequence[Leftover]) -> Problem:
     return hint(f"ended runs left {count} ({total})", "raylight doctor --clean")
 
 
-def print_json(**parts: Any) -> None:
+def print_json(**parts: object) -> None:
     """Print records as one JSON object."""
     print(json.dumps(parts, default=dataclasses.asdict, indent=2))
 
