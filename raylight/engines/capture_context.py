@@ -109,7 +109,7 @@ class CaptureContext:
     answers after it."""
     history: HistoryNote | None = None
     """Relation of the request to the attempt's conversations; None if nothing compared them."""
-    overridden: Mapping[str, Any] = field(default_factory=dict)
+    overridden: Mapping[str, object] = field(default_factory=dict)
     """Requested sampling parameters that were replaced before the request reached the engine."""
     requested_model: str | None = None
     """Model name of the request, if it is none of this engine; None if it is."""
@@ -122,7 +122,7 @@ class CaptureContext:
         self,
         index: int,
         prompt_ids: Sequence[int] | IntArray,
-        sampling: Mapping[str, Any],
+        sampling: Mapping[str, object],
         images: tuple[PlacedImage, ...] = (),
     ) -> Sample:
         """Add the sample of a choice. The engine calls this before it samples."""
@@ -130,7 +130,7 @@ class CaptureContext:
         sample.keeps_candidates = self.keeps_candidates(sampling)
         return sample
 
-    def keeps_candidates(self, sampling: Mapping[str, Any]) -> bool:
+    def keeps_candidates(self, sampling: Mapping[str, object]) -> bool:
         """Return True if the tokens that could have been sampled are recorded, for a learner to replay."""
         return self.scope.trains and is_replayable(sampling)
 

@@ -86,7 +86,7 @@ class ExpertRoutes:
         self._replayed = routes.long(), known
 
     def _forward(
-        self, forward: Callable[..., Any], layer: int, experts: int, *args: Any, **inputs: Any
+        self, forward: Callable[..., object], layer: int, experts: int, *args: object, **inputs: object
     ) -> Any:
         """Compute a layer of experts."""
         if self._recorded is None and self._replayed is None:
@@ -122,7 +122,7 @@ class _TopK(TorchFunctionMode):
         self._choose, self._experts, self._top_k = choose, experts, top_k
         self.calls = 0
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(self, func: Any, types: object, args: Any = (), kwargs: Any = None) -> object:
         found = func(*args, **(kwargs or {}))
         if func not in TOPK or found[1].shape != (len(args[0]), self._top_k) or args[0].dim() != 2:
             return found

@@ -157,7 +157,7 @@ class Style:
         return "deepseek_r1" if self.reasoning is THINK and not self.takes_tools else None
 
 
-def template_of(tokenizer: Any) -> str:
+def template_of(tokenizer: object) -> str:
     """Return the text of a tokenizer's chat templates; "" if it has none."""
     templates = getattr(tokenizer, "chat_template", None)
     return "\n".join(templates.values()) if isinstance(templates, dict) else templates or ""
@@ -183,7 +183,7 @@ def find_family(template: str, vocabulary: Collection[str] = (), model_type: str
     )
 
 
-def find_style(tokenizer: Any, model_type: str = "", template: str | None = None) -> Style:
+def find_style(tokenizer: object, model_type: str = "", template: str | None = None) -> Style:
     """Find how a model writes.
 
     Args:

@@ -69,7 +69,7 @@ class Grammars:
 
     def __init__(self, tokenizer: Any, vocab_size: int, stop_ids: Iterable[int]) -> None:
         self._tokenizer, self._vocab_size, self._stop_ids = tokenizer, vocab_size, list(stop_ids)
-        self._compiler: Any = None
+        self._compiler: object = None
         self._threads = ThreadPoolExecutor(COMPILING, "grammar")
         self._problems: LRUCache[bytes, str] = LRUCache(REFUSED)
         """Faults of schemas that did not compile. Finding one may take as long as a compilation."""
@@ -98,7 +98,7 @@ class Grammars:
 
     async def compile_schema(
         self, schema: JsonObject, field: str = "response_format.json_schema.schema"
-    ) -> Any:
+    ) -> object:
         """Compile a grammar of the JSON values that fit a schema.
 
         Args:
@@ -113,7 +113,7 @@ class Grammars:
             "compile_json_schema", schema, text, field, "", max_whitespace_cnt=MAX_WHITE_SPACE
         )
 
-    async def compile_structure(self, structure: JsonObject, field: str = "tools", start: str = "") -> Any:
+    async def compile_structure(self, structure: JsonObject, field: str = "tools", start: str = "") -> object:
         """Compile a grammar of text with tagged parts (xgrammar's structural tag).
 
         Args:
@@ -126,8 +126,8 @@ class Grammars:
         return await self._compile("compile_structural_tag", structure, json.dumps(tag), field, start)
 
     async def _compile(
-        self, method: str, schema: Any, text: str, field: str, start: str, **options: Any
-    ) -> Any:
+        self, method: str, schema: object, text: str, field: str, start: str, **options: object
+    ) -> object:
         if not self.available:
             raise RequestError(MISSING)
         if problem := find_schema_problem(schema, len(text)):
@@ -142,7 +142,7 @@ class Grammars:
             self._problems[key] = str(error)
             raise RequestError(f"{field}: {error}") from error
 
-    def _compile_now(self, method: str, text: str, start: str, options: JsonObject) -> Any:
+    def _compile_now(self, method: str, text: str, start: str, options: JsonObject) -> object:
         try:
             compiler = self._get_compiler()
         except Exception as error:  # a broken installation: a missing library, another version's symbols
@@ -171,7 +171,7 @@ class Grammars:
         matcher.fill_next_token_bitmask(mask)
         return bool(mask.any())
 
-    def _get_compiler(self) -> Any:
+    def _get_compiler(self) -> object:
         if self._compiler is None:
             import xgrammar
 
@@ -204,7 +204,7 @@ def _broken(how: str, error: Exception) -> RequestError:
     )
 
 
-def matcher_for(grammar: Any) -> Any:
+def matcher_for(grammar: Any) -> object:
     """Return a matcher that tracks one response through a grammar; None without a grammar."""
     if grammar is None:
         return None
@@ -231,7 +231,7 @@ def mask_logits(logits: torch.Tensor, matchers: list[Any]) -> torch.Tensor:
     return logits
 
 
-def find_schema_problem(schema: Any, length: int) -> str | None:
+def find_schema_problem(schema: object, length: int) -> str | None:
     """Return what makes a schema too expensive as a constraint, and where; None if nothing does.
 
     Args:
@@ -245,9 +245,9 @@ def find_schema_problem(schema: Any, length: int) -> str | None:
     return None
 
 
-def _objects(schema: Any) -> Iterator[tuple[tuple[str, ...], JsonObject]]:
+def _objects(schema: object) -> Iterator[tuple[tuple[str, ...], JsonObject]]:
     """Yield all objects within a schema with their paths."""
-    left: list[tuple[tuple[str, ...], Any]] = [((), schema)]
+    left: list[tuple[tuple[str, ...], object]] = [((), schema)]
     while left:
         path, value = left.pop()
         if isinstance(value, dict):
@@ -286,7 +286,7 @@ def find_pattern_problem(pattern: str) -> str | None:
     return None
 
 
-def limit_white_space(structure: Any) -> Any:
+def limit_white_space(structure: object) -> object:
     """Return a structural tag of xgrammar whose JSON parts have limited white space.
 
     A grammar of JSON allows any amount between its parts. A small model may then write nothing else, up to

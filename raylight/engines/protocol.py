@@ -122,13 +122,13 @@ class InferenceOnlyEngine:
     def __init__(self, settings: EngineSettings) -> None:
         self.model = settings.model
 
-    async def init_weight_transfer_engine(self, info: Mapping[str, Any]) -> None:
+    async def init_weight_transfer_engine(self, info: Mapping[str, object]) -> None:
         raise WeightSyncError(self.not_trainable)
 
     async def start_weight_update(self, mode: UpdateMode = "keep") -> None:
         raise WeightSyncError(self.not_trainable)
 
-    async def update_weights(self, info: Any) -> None:
+    async def update_weights(self, info: object) -> None:
         raise WeightSyncError(self.not_trainable)
 
     async def finish_weight_update(self, version: int) -> None:

@@ -130,7 +130,7 @@ async def build_engine(settings: EngineSettings) -> Engine:
     return limited
 
 
-def _check_methods(kind: str, engine: Any) -> None:
+def _check_methods(kind: str, engine: object) -> None:
     """Raise a ConfigError if an engine, or its class, lacks a method of the protocol."""
     missing = [name for name in METHODS if not callable(getattr(engine, name, None))]
     if missing:
@@ -165,7 +165,7 @@ def _accepted_args(kind: str, factory: EngineFactory) -> frozenset[str] | None:
     return frozenset(p.name for p in parameters)
 
 
-def _check_args(kind: str, args: Mapping[str, Any], accepted: frozenset[str] | None) -> None:
+def _check_args(kind: str, args: Mapping[str, object], accepted: frozenset[str] | None) -> None:
     unknown = [name for name in args if accepted is not None and name not in accepted]
     if unknown:
         known = ", ".join(sorted(accepted or ())) or "none"

@@ -116,7 +116,7 @@ def _for_template(message: Mapping[str, Any]) -> JsonObject:
     return converted
 
 
-def _mapping(arguments: Any) -> Any:
+def _mapping(arguments: object) -> Any:
     """Return the arguments of a call as a mapping; unchanged if they are none, as a model may write."""
     if not isinstance(arguments, str):
         return arguments

@@ -81,7 +81,7 @@ def _route(
     return respond
 
 
-async def _tokenize(engine: TransformersEngine, body: Any) -> JsonObject:
+async def _tokenize(engine: TransformersEngine, body: object) -> JsonObject:
     if isinstance(body, dict) and "messages" in body:
         chat = TokenizeChatRequest.read(body)
         tokens = (await read_prompt(engine, chat)).ids
@@ -100,7 +100,7 @@ async def _tokenize(engine: TransformersEngine, body: Any) -> JsonObject:
     }
 
 
-async def _detokenize(engine: TransformersEngine, body: Any) -> JsonObject:
+async def _detokenize(engine: TransformersEngine, body: object) -> JsonObject:
     request = DetokenizeRequest.read(body)
     resolve_adapter(engine, request.model)
     if any(not 0 <= token < engine.vocab_size for token in request.tokens):
@@ -132,7 +132,7 @@ def _models_route(engine: TransformersEngine) -> Callable[[Request], Awaitable[R
     return respond
 
 
-async def _body(request: Request) -> Any:
+async def _body(request: Request) -> object:
     return (await json_request(request.scope, request.receive)).fields
 
 
@@ -141,7 +141,7 @@ async def _error_response(request: Request, error: Exception) -> Response:
     return error_response(error)
 
 
-async def _cancel_on_disconnect(request: Request, work: Awaitable[Any]) -> Any:
+async def _cancel_on_disconnect(request: Request, work: Awaitable[object]) -> object:
     """Await `work`; cancel it when the client disconnects, so that nothing is sampled without a reader."""
     task = asyncio.ensure_future(work)
     disconnect = asyncio.ensure_future(until_disconnect(request.receive))

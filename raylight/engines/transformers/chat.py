@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from raylight.engines.transformers.harmony import HarmonyParser
 from raylight.engines.transformers.message import PARSERS, MessageParser, think_first
@@ -34,7 +34,7 @@ PROMPT_END = 16
 """Tokens at the end of a prompt that show whether it opens or closes the model's reasoning."""
 
 
-async def begin_chat(engine: TransformersEngine, body: Any) -> ChatReply:
+async def begin_chat(engine: TransformersEngine, body: object) -> ChatReply:
     """Start sampling for a chat completions request.
 
     Raises:
@@ -79,7 +79,7 @@ def _check_tools(engine: TransformersEngine, request: ChatRequest) -> None:
         raise RequestError(f"tool_choice: the request has no tool {request.tool_choice.function.name!r:.200}")
 
 
-async def _grammar(engine: TransformersEngine, request: ChatRequest, prompt_end: str | None) -> Any:
+async def _grammar(engine: TransformersEngine, request: ChatRequest, prompt_end: str | None) -> object:
     """Compile the grammar of the answer; None if the answer is unconstrained.
 
     Args:

@@ -27,7 +27,7 @@ DEFAULT_MAX_TOKENS = 16
 """Default of OpenAI's API."""
 
 
-async def begin_completion(engine: TransformersEngine, body: Any) -> CompletionReply:
+async def begin_completion(engine: TransformersEngine, body: object) -> CompletionReply:
     """Start sampling for a completions request.
 
     Raises:

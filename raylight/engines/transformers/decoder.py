@@ -93,7 +93,7 @@ class Decoder:
         Returns:
             The logits of their next tokens, shape (rows, vocabulary).
         """
-        places: dict[Any, int] = {}
+        places: dict[object, int] = {}
         place = [places.setdefault((s.adapter, s.compared_ids.tobytes()), len(places)) for s in admitted]
         computed = [admitted[place.index(i)] for i in range(len(places))]
         chosen = set(computed)
@@ -286,7 +286,7 @@ class Decoder:
         self.prefixes.clear()
         return removed
 
-    def check_weights(self, shapes: Mapping[str, Any]) -> None:
+    def check_weights(self, shapes: Mapping[str, object]) -> None:
         """Check the names and shapes of all weights before they are loaded.
 
         Raises:

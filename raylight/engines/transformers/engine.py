@@ -276,7 +276,7 @@ class TransformersEngine:
 
     # weights and adapters
 
-    async def init_weight_transfer_engine(self, info: Mapping[str, Any]) -> None:
+    async def init_weight_transfer_engine(self, info: Mapping[str, object]) -> None:
         await asyncio.to_thread(self._receiver.init, info)
 
     async def start_weight_update(self, mode: UpdateMode = "keep") -> None:

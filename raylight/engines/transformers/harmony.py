@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 from raylight.engines.transformers.schema_values import parse_json
 from raylight.engines.transformers.text import overlap
@@ -20,7 +19,7 @@ RECIPIENT = re.compile(r"to=functions\.([^\s<]+)")
 class Harmony(Markers):
     """`<|channel|>commentary to=functions.name<|message|>{...}<|call|>`; its parser is `HarmonyParser`."""
 
-    def read(self, block: str, tools: Mapping[str, Any]) -> list[ToolCall] | None:
+    def read(self, block: str, tools: Mapping[str, object]) -> list[ToolCall] | None:
         return None
 
 

@@ -38,7 +38,7 @@ class MessageStyle:
         return (*(self.tool_format.texts if self.tool_format else ()), *notations)
 
     def parser(
-        self, tools: Mapping[str, Any] | None, prompt_end: str | None
+        self, tools: Mapping[str, object] | None, prompt_end: str | None
     ) -> MessageParser | HarmonyParser:
         """Return a parser of one answer.
 
@@ -56,7 +56,7 @@ class MessageStyle:
 
 
 def find_style(
-    tokenizer: Any,
+    tokenizer: object,
     tool_parser: str | None,
     reasoning: bool | Literal["auto"],
     model_type: str = "",
@@ -126,7 +126,7 @@ class MessageParser:
     def __init__(
         self,
         tool_format: ToolFormat | None,
-        tools: Mapping[str, Any],
+        tools: Mapping[str, object],
         thinking: bool | None,
         reasoning: ReasoningNotation = THINK,
     ) -> None:

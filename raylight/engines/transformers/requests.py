@@ -31,7 +31,7 @@ class Body(BaseModel):
     model_config = ConfigDict(extra="forbid", allow_inf_nan=False)
 
     @classmethod
-    def read(cls: type[BodyType], body: Any) -> BodyType:
+    def read(cls: type[BodyType], body: object) -> BodyType:
         """Validate a decoded JSON body.
 
         Raises:
@@ -115,7 +115,7 @@ class SamplingBody(Body):
         return self
 
     def params(
-        self, max_tokens: int, vocab_size: int, top_logprobs: int, grammar: Any = None
+        self, max_tokens: int, vocab_size: int, top_logprobs: int, grammar: object = None
     ) -> SamplingParams:
         """Return the sampling parameters of the first choice.
 
@@ -199,7 +199,7 @@ class ChatMessage(BaseModel):
 
     @field_validator("content", mode="before")
     @classmethod
-    def _check_kinds(cls, content: Any) -> Any:
+    def _check_kinds(cls, content: object) -> object:
         for part in content if isinstance(content, list) else ():
             if isinstance(part, dict) and isinstance(kind := part.get("type"), str) and kind not in KINDS:
                 what = "audio" if kind == "input_audio" else f"{kind!r:.50}"
@@ -208,7 +208,7 @@ class ChatMessage(BaseModel):
 
     @model_validator(mode="before")
     @classmethod
-    def _move_reasoning(cls, message: Any) -> Any:
+    def _move_reasoning(cls, message: Any) -> object:
         """Move blocks of thinking from the content of an answer to its reasoning."""
         content = message.get("content") if isinstance(message, dict) else None
         if not isinstance(content, list) or not any(map(is_reasoning, content)):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field, fields
-from typing import Any
 
 import torch
 
@@ -40,7 +39,7 @@ class SamplingParams:
     """Tokens that end the response, in addition to the model's own; the response includes them."""
     top_logprobs: int = 0
     """Number of most probable tokens to report per position."""
-    grammar: Any = field(default=None, compare=False)
+    grammar: object = field(default=None, compare=False)
     """Compiled grammar that constrains the response, see `grammar.py`."""
 
     @property

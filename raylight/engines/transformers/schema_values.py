@@ -13,7 +13,7 @@ MAX_DEPTH = 16
 """References and alternatives within each other that are followed; deeper ones allow everything."""
 
 
-def typed_value(text: str, schema: Any, root: Mapping[str, Any]) -> Any:
+def typed_value(text: str, schema: object, root: Mapping[str, object]) -> object:
     """Return the value that a text stands for.
 
     A text that is null where null is allowed is None. Otherwise the text itself is the value wherever the
@@ -41,11 +41,13 @@ def typed_value(text: str, schema: Any, root: Mapping[str, Any]) -> Any:
     return value if _types_of(value) & types else text
 
 
-def _is_same(known: Any, value: Any) -> bool:
+def _is_same(known: object, value: object) -> bool:
     return bool(known == value) and isinstance(known, bool) == isinstance(value, bool)
 
 
-def _allowed(schema: Any, root: Mapping[str, Any], depth: int) -> tuple[frozenset[str], list[Any] | None]:
+def _allowed(
+    schema: object, root: Mapping[str, object], depth: int
+) -> tuple[frozenset[str], list[object] | None]:
     """Return the types that a schema allows, and its values if it lists them."""
     if not isinstance(schema, Mapping) or depth > MAX_DEPTH:
         return ANY, None
@@ -73,7 +75,7 @@ def _allowed(schema: Any, root: Mapping[str, Any], depth: int) -> tuple[frozense
     return types, values
 
 
-def _resolve(reference: str, root: Any) -> Any:
+def _resolve(reference: str, root: object) -> object:
     """Return the schema under a reference within a document; None if there is none."""
     if not reference.startswith("#"):
         return None
@@ -84,11 +86,11 @@ def _resolve(reference: str, root: Any) -> Any:
     return root
 
 
-def _list(value: Any) -> list[Any]:
+def _list(value: object) -> list[object]:
     return value if isinstance(value, list) else []
 
 
-def _types_of(value: Any) -> frozenset[str]:
+def _types_of(value: object) -> frozenset[str]:
     """Return the types of JSON schema that a value has."""
     if value is None:
         return frozenset({"null"})
@@ -114,7 +116,7 @@ def _parse(text: str) -> Any:
     return value
 
 
-def parse_json(text: str) -> Any:
+def parse_json(text: str) -> object:
     """Decode JSON text; None if it is invalid."""
     try:
         return json.loads(text, parse_constant=_reject_constant)

@@ -8,7 +8,7 @@ import re
 import uuid
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol
+from typing import Literal, Protocol
 
 from raylight.engines.transformers.schema_values import parse_json, typed_value
 from raylight.types import JsonObject
@@ -72,7 +72,7 @@ class ToolFormat(Protocol):
     @property
     def texts(self) -> tuple[str, ...]: ...
 
-    def read(self, block: str, tools: Mapping[str, Any]) -> list[ToolCall] | None:
+    def read(self, block: str, tools: Mapping[str, object]) -> list[ToolCall] | None:
         """Parse the text between `open` and `close`; returns None if it is not a call, and so content.
 
         Args:
@@ -80,7 +80,7 @@ class ToolFormat(Protocol):
         """
         ...
 
-    def grammar(self, tools: Mapping[str, Any], required: bool, parallel: bool) -> JsonObject | None:
+    def grammar(self, tools: Mapping[str, object], required: bool, parallel: bool) -> JsonObject | None:
         """Return the structural tag of an answer whose calls fit their schemas; None if not supported.
 
         Args:
@@ -125,7 +125,7 @@ class Markers:
     def texts(self) -> tuple[str, ...]:
         return (self.open, self.close, *self.others)
 
-    def grammar(self, tools: Mapping[str, Any], required: bool, parallel: bool) -> JsonObject | None:
+    def grammar(self, tools: Mapping[str, object], required: bool, parallel: bool) -> JsonObject | None:
         if (tag := self.tag) is None:
             return None
         tags = [
@@ -165,13 +165,13 @@ class JsonCalls(Markers):
     arguments: str = "arguments"
     short_ids: bool = False
 
-    def read(self, block: str, tools: Mapping[str, Any]) -> list[ToolCall] | None:
+    def read(self, block: str, tools: Mapping[str, object]) -> list[ToolCall] | None:
         value = parse_json(block)
         calls = [self._call(one) for one in (value if isinstance(value, list) else [value])]
         found = [call for call in calls if call is not None]
         return found if found and len(found) == len(calls) else None
 
-    def _call(self, value: Any) -> ToolCall | None:
+    def _call(self, value: object) -> ToolCall | None:
         if not isinstance(value, dict) or not isinstance(value.get(self.name), str):
             return None
         values = value.get(self.arguments)
@@ -184,7 +184,7 @@ class JsonCalls(Markers):
 class LlamaJson(JsonCalls):
     """The whole answer is one or more `{"name": ..., "parameters": {...}}`, separated by semicolons."""
 
-    def read(self, block: str, tools: Mapping[str, Any]) -> list[ToolCall] | None:
+    def read(self, block: str, tools: Mapping[str, object]) -> list[ToolCall] | None:
         text, calls = block.strip().removeprefix(PYTHON_TAG).strip(), []
         decoder = json.JSONDecoder()
         while text:
@@ -199,7 +199,7 @@ class LlamaJson(JsonCalls):
             text = text[end:].lstrip().removeprefix(";").lstrip()
         return calls or None
 
-    def grammar(self, tools: Mapping[str, Any], required: bool, parallel: bool) -> JsonObject | None:
+    def grammar(self, tools: Mapping[str, object], required: bool, parallel: bool) -> JsonObject | None:
         if not required:
             return None
         calls = [
@@ -225,7 +225,7 @@ class NamedCalls(Markers):
     call: str = ""
     short_ids: bool = False
 
-    def read(self, block: str, tools: Mapping[str, Any]) -> list[ToolCall] | None:
+    def read(self, block: str, tools: Mapping[str, object]) -> list[ToolCall] | None:
         pattern = re.compile(self.call, re.DOTALL)
         if pattern.sub("", block).strip():
             return None
@@ -252,14 +252,14 @@ class XmlCalls(Markers):
     call: str = ""
     parameter: str = ""
 
-    def read(self, block: str, tools: Mapping[str, Any]) -> list[ToolCall] | None:
+    def read(self, block: str, tools: Mapping[str, object]) -> list[ToolCall] | None:
         pattern = re.compile(self.call, re.DOTALL)
         if pattern.sub("", block).strip():
             return None
         calls = [self._call(match["name"].strip(), match["body"], tools) for match in pattern.finditer(block)]
         return [call for call in calls if call] if calls and all(calls) else None
 
-    def _call(self, name: str, body: str, tools: Mapping[str, Any]) -> ToolCall | None:
+    def _call(self, name: str, body: str, tools: Mapping[str, object]) -> ToolCall | None:
         pattern = re.compile(self.parameter, re.DOTALL)
         if pattern.sub("", body).strip():
             return None
@@ -279,7 +279,7 @@ class XmlCalls(Markers):
 class PythonCalls(Markers):
     """Calls as Python writes them, in a list or on a line each: `[add(a=1), sub(a=2)]`."""
 
-    def read(self, block: str, tools: Mapping[str, Any]) -> list[ToolCall] | None:
+    def read(self, block: str, tools: Mapping[str, object]) -> list[ToolCall] | None:
         try:
             parsed = ast.parse(block.strip()).body
             expressions = [statement.value for statement in parsed if isinstance(statement, ast.Expr)]
@@ -295,7 +295,7 @@ class PythonCalls(Markers):
 class GemmaCalls(Markers):
     """`call:name{key:<|"|>text<|"|>,other:1}`, as Gemma 4 writes it."""
 
-    def read(self, block: str, tools: Mapping[str, Any]) -> list[ToolCall] | None:
+    def read(self, block: str, tools: Mapping[str, object]) -> list[ToolCall] | None:
         match = re.fullmatch(r"\s*call:([^{\s]+)\s*(\{.*\})\s*", block, re.DOTALL)
         if match is None:
             return None
@@ -460,7 +460,7 @@ class _JsonWords(ast.NodeTransformer):
         return ast.Constant(PYTHON_NAMES[node.id]) if node.id in PYTHON_NAMES else node
 
 
-def _dump(value: Any) -> str:
+def _dump(value: object) -> str:
     text = json.dumps(value, ensure_ascii=False)
     try:
         text.encode()

@@ -53,7 +53,7 @@ class VisionPart:
         self._features: LRUCache[str, Features] = LRUCache(
             CACHE_BYTES, getsizeof=lambda found: sum(tensor.nbytes for tensor in found)
         )
-        self._added: dict[str, Any] = {}
+        self._added: dict[str, object] = {}
         """Further arguments of the next pass of the language part."""
         self._model.language_model.register_forward_pre_hook(self._add_arguments, with_kwargs=True)
 
@@ -157,6 +157,8 @@ class VisionPart:
         sequence.position_delta = int(delta)
         return found[:, 0].to(device)
 
-    def _add_arguments(self, module: Any, args: Any, arguments: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    def _add_arguments(
+        self, module: object, args: object, arguments: dict[str, object]
+    ) -> tuple[object, dict[str, object]]:
         added, self._added = self._added, {}
         return args, arguments | added

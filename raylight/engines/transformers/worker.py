@@ -61,8 +61,8 @@ class EngineWorker:
         self.closed = False
         self._stop_ids = stop_ids
         self._generator = torch.Generator(decoder.device).manual_seed(seed)
-        self._inbox: queue.SimpleQueue[Sequence | Command[Any] | None] = queue.SimpleQueue()
-        self._deferred: deque[Sequence | Command[Any]] = deque()
+        self._inbox: queue.SimpleQueue[Sequence | Command[object] | None] = queue.SimpleQueue()
+        self._deferred: deque[Sequence | Command[object]] = deque()
         """A command that waits until the engine is idle, and everything submitted after it."""
         self._waiting: deque[Sequence] = deque()
         self._alone = 0
@@ -157,7 +157,7 @@ class EngineWorker:
                 return False
             self._deferred.append(message) if self._deferred else self._handle(message)
 
-    def _handle(self, message: Sequence | Command[Any]) -> None:
+    def _handle(self, message: Sequence | Command[object]) -> None:
         if isinstance(message, Sequence):
             self._waiting.append(message)
         elif message.when_idle and (self._busy or self.closed):
@@ -348,14 +348,14 @@ def _run(command: Command[Any]) -> None:
     _resolve(command.future, result)
 
 
-def _resolve(future: asyncio.Future[Any], result: Any) -> None:
+def _resolve(future: asyncio.Future[object], result: object) -> None:
     """Resolve a future from the engine's thread."""
     loop = future.get_loop()
     if not loop.is_closed():  # a closed loop has no waiters
         loop.call_soon_threadsafe(_set, future, result)
 
 
-def _set(future: asyncio.Future[Any], result: Any) -> None:
+def _set(future: asyncio.Future[object], result: object) -> None:
     if not future.done():
         future.set_exception(result) if isinstance(result, Exception) else future.set_result(result)
 

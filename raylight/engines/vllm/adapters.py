@@ -151,14 +151,16 @@ class VllmAdapters:
         loaded.ended.set()
 
     def _tracked_generate(
-        self, *args: Any, lora_request: LoRARequest | None = None, **kwargs: Any
-    ) -> AsyncIterator[Any]:
+        self, *args: object, lora_request: LoRARequest | None = None, **kwargs: object
+    ) -> AsyncIterator[object]:
         """Replacement of the client's `generate`."""
         if lora_request is None:
             return self._generate(*args, **kwargs)
         return self._generate_with(lora_request, *args, **kwargs)
 
-    async def _generate_with(self, request: LoRARequest, *args: Any, **kwargs: Any) -> AsyncIterator[Any]:
+    async def _generate_with(
+        self, request: LoRARequest, *args: object, **kwargs: object
+    ) -> AsyncIterator[object]:
         loaded = self._loaded.get(request.lora_int_id)
         if loaded is None or loaded.retired:  # replaced or dropped after the request's model was looked up
             if request.lora_name not in self.served:

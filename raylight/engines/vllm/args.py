@@ -115,7 +115,7 @@ def known_args() -> frozenset[str]:
     )
 
 
-def check_args(args: Mapping[str, Any]) -> None:
+def check_args(args: Mapping[str, object]) -> None:
     """Check the user's arguments.
 
     Raises:

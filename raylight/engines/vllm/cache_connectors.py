@@ -13,7 +13,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 from raylight.errors import EngineStartError
 
 
-def check_connectors(config: Any) -> None:
+def check_connectors(config: object) -> None:
     """Check that connectors can be emptied after a weight update.
 
     vLLM empties its own cache then, and asks its connector to do so too. One that does not implement that

@@ -69,7 +69,7 @@ class Capture:
         self._forbids_white_space: bool = config.structured_outputs_config.disable_any_whitespace
         self._gets_numbers = config.scheduler_config.scheduler_cls == SCHEDULER
         self._states: dict[str, Any] = client.output_processor.request_states
-        self._queue: asyncio.Queue[Any] = client.engine_core.outputs_queue
+        self._queue: asyncio.Queue[object] = client.engine_core.outputs_queue
         self._add_request, client.output_processor.add_request = (
             client.output_processor.add_request,
             self._record,
@@ -87,7 +87,7 @@ class Capture:
             self._idle.clear()
         await self._idle.wait()
 
-    async def _get_output(self) -> Any:
+    async def _get_output(self) -> object:
         """Return the next output of the engine core.
 
         The caller has processed all earlier ones when it calls.
@@ -214,7 +214,7 @@ class RecordingLogprobs(LogprobsProcessor):
             sample.weight_versions.extend([version] * count)
         super().update_from_output(output)
 
-    def _update_sample_logprobs(self, logprobs_lists: Any) -> None:
+    def _update_sample_logprobs(self, logprobs_lists: object) -> None:
         if self.requested:
             super()._update_sample_logprobs(logprobs_lists)
 

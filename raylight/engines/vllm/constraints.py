@@ -108,7 +108,7 @@ class ConstraintRecorder:
             return "vLLM runs with speculative decoding; leave out speculative_config"
         return None
 
-    def _keep_logits(self, grammar_output: Any) -> Any:
+    def _keep_logits(self, grammar_output: object) -> object:
         """Sample as vLLM does, with the constrained rows' logits kept aside."""
         state, metadata = self._runner.execute_model_state, self._runner.input_batch.sampling_metadata
         if state is not None and state.logits is not None and metadata.max_num_logprobs is not None:

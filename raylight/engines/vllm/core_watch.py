@@ -23,7 +23,7 @@ class CoreWatch:
     """
 
     def __init__(
-        self, call: Callable[[], Coroutine[Any, Any, Any]], timeout_s: float = CORE_TIMEOUT_S
+        self, call: Callable[[], Coroutine[Any, Any, object]], timeout_s: float = CORE_TIMEOUT_S
     ) -> None:
         self._call, self._timeout_s = call, timeout_s
         self._waiting: asyncio.Task[Any] | None = None

@@ -96,7 +96,7 @@ class VllmEngine:
         models.lora_requests = self._adapters.served
         show_models = models.show_available_models
 
-        async def show_each_model_once() -> Any:  # an adapter may have the name of the model itself
+        async def show_each_model_once() -> object:  # an adapter may have the name of the model itself
             shown = await show_models()
             shown.data = list({card.id: card for card in reversed(shown.data)}.values())[::-1]
             return shown
@@ -110,7 +110,7 @@ class VllmEngine:
         app.middleware_stack = None  # built before; Starlette builds it again
 
         @app.get("/v1/models/{name:path}")
-        async def retrieve_model(name: str) -> Any:
+        async def retrieve_model(name: str) -> object:
             for card in (await models.show_available_models()).data:
                 if card.id == name:
                     return card
@@ -158,7 +158,7 @@ class VllmEngine:
             Grammars(self.tokenizer, config.model_config.get_vocab_size(), [] if eos is None else [eos])
         )
 
-    async def init_weight_transfer_engine(self, info: Mapping[str, Any]) -> None:
+    async def init_weight_transfer_engine(self, info: Mapping[str, object]) -> None:
         self._check_awake()
         await self._transfer("init_weight_transfer_engine", dict(info))
 
@@ -176,7 +176,7 @@ class VllmEngine:
             await self._resume()
             raise
 
-    async def update_weights(self, info: Any) -> None:
+    async def update_weights(self, info: object) -> None:
         if not self._started:  # not before there are weights: a simulated learner sends none
             await self._transfer("start_weight_update")
             self._started = True
@@ -255,7 +255,7 @@ class VllmEngine:
         )
         name, lora = f"logprobs-{uuid.uuid4().hex}", self._adapters.find(adapter) if adapter else None
         outputs = [o async for o in self._client.generate(tokens_input(ids), params, name, lora_request=lora)]
-        entries: list[dict[int, Any]] = outputs[-1].prompt_logprobs[1:]
+        entries: list[dict[int, object]] = outputs[-1].prompt_logprobs[1:]
         return entries
 
     async def sleep(self, level: int = 1) -> str | None:
@@ -336,7 +336,7 @@ class LoadStats(AggregateStatLoggerBase):
 
     def __init__(self, client: Any) -> None:
         self._cache = client.vllm_config.cache_config
-        self._requests: dict[str, Any] = client.output_processor.request_states
+        self._requests: dict[str, object] = client.output_processor.request_states
         self._cores: dict[int, SchedulerStats] = {}
         self._preemptions = self._preempted_by_pause = 0
         if client.logger_manager is not None:

@@ -95,7 +95,7 @@ class RejectUnknownFields:
                 request = JsonRequest(request.fields | dict.fromkeys(dropped), receive)
             await self._app(request.put_into(scope), request, send)
 
-    def _unenforced(self, body: Mapping[str, Any], path: str) -> list[str]:
+    def _unenforced(self, body: Mapping[str, object], path: str) -> list[str]:
         """Return the fields of a chat request with limits that vLLM cannot enforce."""
         if path != "/v1/chat/completions":
             return []
@@ -105,7 +105,7 @@ class RejectUnknownFields:
             names.append("thinking_token_budget")
         return names
 
-    def _check(self, body: Mapping[str, Any], known: frozenset[str]) -> None:
+    def _check(self, body: Mapping[str, object], known: frozenset[str]) -> None:
         if unknown := sorted(body.keys() - known):
             names = [f"{name:.100}" for name in unknown[:DESCRIBED_PROBLEMS]]
             described = "; ".join(f"{name}: this field is not supported" for name in names)
@@ -120,7 +120,7 @@ class RejectUnknownFields:
             )
         check_answer_size(count, self._most_tokens(body), _count_logprobs(body))
 
-    def _most_tokens(self, body: Mapping[str, Any]) -> int:
+    def _most_tokens(self, body: Mapping[str, object]) -> int:
         """Return the most tokens of a choice."""
         limits = [n for name in LIMITS if type(n := body.get(name)) is int]
         return min([*limits, self._max_model_len])
@@ -135,7 +135,7 @@ def _show_calls(request: JsonRequest, receive: Receive) -> JsonRequest:
     return JsonRequest(request.fields | {"messages": shown}, receive)
 
 
-def _show_message_calls(message: Any) -> Any:
+def _show_message_calls(message: Any) -> object:
     calls = message.get("tool_calls") if isinstance(message, dict) else None
     if not isinstance(calls, list) or not all(
         isinstance(call, dict) and isinstance(call.get("function"), dict) for call in calls
@@ -150,18 +150,18 @@ def _show_message_calls(message: Any) -> Any:
     return {**message, "tool_calls": shown}
 
 
-def _invalid_labels(body: Mapping[str, Any]) -> list[str]:
+def _invalid_labels(body: Mapping[str, object]) -> list[str]:
     """Return the labels with values that vLLM rejects. They have no effect in any case."""
     return [] if isinstance(body.get("user"), str | None) else ["user"]
 
 
-def _count_logprobs(body: Mapping[str, Any]) -> int:
+def _count_logprobs(body: Mapping[str, object]) -> int:
     """Return the number of log-probs of each token besides its own."""
     numbers = [n for name in ("top_logprobs", "logprobs") if type(n := body.get(name)) is int]
     return max([*numbers, 0])
 
 
-def _count_choices(body: Mapping[str, Any]) -> int:
+def _count_choices(body: Mapping[str, object]) -> int:
     """Return the number of choices of a request. vLLM itself rejects an `n` that is not a number."""
     n, prompt = body.get("n"), body.get("prompt")
     prompts = len(prompt) if isinstance(prompt, list) and prompt and isinstance(prompt[0], str | list) else 1

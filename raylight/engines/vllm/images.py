@@ -35,7 +35,7 @@ _SHOWN: ContextVar[RequestImages | None] = ContextVar("raylight_vllm_images", de
 """Images of the running task's request."""
 
 
-async def take_images(body: Mapping[str, Any]) -> dict[str, Any]:
+async def take_images(body: Mapping[str, Any]) -> dict[str, object]:
     """Note the images of a chat request for the running task.
 
     Returns:
@@ -102,7 +102,7 @@ class ImagePrompts:
             if processor is not None:
                 processor._maybe_apply_prompt_updates = _keep_expanded(processor)
 
-    async def _process_prompt(self, prompt: Any, **more: Any) -> Any:
+    async def _process_prompt(self, prompt: Any, **more: Any) -> object:
         shown = _SHOWN.get()
         ids = shown.prompt_ids if shown is not None else None
         if ids is None or not prompt.get("multi_modal_data"):
@@ -116,11 +116,13 @@ class ImagePrompts:
         return processed
 
 
-def _keep_expanded(processor: Any) -> Any:
+def _keep_expanded(processor: Any) -> object:
     """Wrap the method of a processor that puts in the tokens of images."""
     apply = processor._maybe_apply_prompt_updates
 
-    def apply_unless_expanded(mm_items: Any, prompt_ids: Any, mm_kwargs: Any, mm_prompt_updates: Any) -> Any:
+    def apply_unless_expanded(
+        mm_items: Any, prompt_ids: Any, mm_kwargs: object, mm_prompt_updates: Any
+    ) -> object:
         counts = mm_items.get_all_counts()
         found = processor._find_mm_placeholders(prompt_ids, mm_prompt_updates)
         if all(len(found.get(kind, ())) == count for kind, count in counts.items()):

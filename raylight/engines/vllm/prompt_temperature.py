@@ -26,7 +26,7 @@ class PromptTemperatures:
         sampler = runner.sampler
         self._normalise, sampler.compute_logprobs = sampler.compute_logprobs, self._scale
 
-    def _compute_each(self, hidden_states: torch.Tensor, scheduled: dict[str, int]) -> dict[str, Any]:
+    def _compute_each(self, hidden_states: torch.Tensor, scheduled: dict[str, int]) -> dict[str, object]:
         runner, found = self._runner, dict[str, Any]()
         pending: dict[str, int] = runner.num_prompt_logprobs
         by_temperature: dict[float, dict[str, int]] = {}

@@ -23,7 +23,7 @@ CANDIDATES = "raylight_candidates"
 sizes and values, as bytes of `TokenSets`."""
 
 
-def recording_scheduler(*, vllm_config: Any, **parts: Any) -> Scheduler:
+def recording_scheduler(*, vllm_config: Any, **parts: object) -> Scheduler:
     """Make the scheduler that vLLM would make, with plain log-probs of recorded requests."""
     base = AsyncScheduler if vllm_config.scheduler_config.async_scheduling else Scheduler
     made: Scheduler = type("RecordingScheduler", (PlainLogprobs, base), {})(vllm_config=vllm_config, **parts)
@@ -36,7 +36,7 @@ class PlainLogprobs:
 
     requests: dict[str, Any]
 
-    def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> Any:
+    def update_from_output(self, scheduler_output: object, model_runner_output: Any) -> object:
         found = model_runner_output.logprobs
         if found is None:  # and no candidates, which are read with the log-probs
             return super().update_from_output(scheduler_output, model_runner_output)  # type: ignore[misc]

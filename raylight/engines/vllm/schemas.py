@@ -9,7 +9,6 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterator, Mapping
-from typing import Any
 
 from cachetools import LRUCache
 from vllm.v1.structured_output.backend_xgrammar import has_xgrammar_unsupported_json_features
@@ -33,7 +32,7 @@ class SchemaCheck:
         self._grammars = grammars
         self._problems: LRUCache[bytes, str | None] = LRUCache(CHECKED)
 
-    async def check(self, body: Mapping[str, Any]) -> None:
+    async def check(self, body: Mapping[str, object]) -> None:
         """Check the schemas of a request.
 
         Raises:
@@ -59,7 +58,7 @@ class SchemaCheck:
         return None
 
 
-def constraining_schemas(body: Mapping[str, Any]) -> Iterator[tuple[str, JsonObject]]:
+def constraining_schemas(body: Mapping[str, object]) -> Iterator[tuple[str, JsonObject]]:
     """Yield the schemas that constrain an answer, each with its field."""
     formats = body.get("response_format"), body.get("structured_outputs")
     json_schema = formats[0].get("json_schema") if isinstance(formats[0], dict) else None

@@ -27,7 +27,7 @@ class CapturingVLLMEngine(VLLMEngine):
 
     captured: VllmEngine
 
-    def _start_async_llm_engine(self, args: Any, config: Any, placement_group: Any) -> Any:
+    def _start_async_llm_engine(self, args: Any, config: Any, placement_group: Any) -> object:
         parallel = config.parallel_config
         if config.device_config.device_type != "cpu" and parallel.distributed_executor_backend == "mp":
             # Ray asks for a process per worker where it places none. vLLM on a CPU needs it.
@@ -74,7 +74,7 @@ async def start_engine(settings: EngineSettings, **args: Any) -> VllmEngine:
 
 
 def llm_config(
-    path: str, model: str, args: Mapping[str, Any], placement: Placement, env: Mapping[str, str]
+    path: str, model: str, args: Mapping[str, object], placement: Placement, env: Mapping[str, str]
 ) -> LLMConfig:
     """Return the settings with which Ray starts vLLM in a placement.
 

@@ -26,7 +26,7 @@ def repair_expert_updates() -> None:
         return
 
     @functools.wraps(original)
-    def setup_kernel(self: Any, layer: Any, w13: Any, w2: Any) -> None:
+    def setup_kernel(self: Any, layer: Any, w13: object, w2: object) -> None:
         is_update = self.moe_kernel is not None
         original(self, layer, w13, w2)
         if is_update:
@@ -50,8 +50,8 @@ def load_tied_output(model: Any) -> None:
     load = model.load_weights
 
     @functools.wraps(load)
-    def load_weights(weights: Iterable[tuple[str, Any]]) -> Any:
-        output: list[Any] = []
+    def load_weights(weights: Iterable[tuple[str, object]]) -> object:
+        output: list[object] = []
 
         def others() -> Iterator[tuple[str, Any]]:
             for name, tensor in weights:
