@@ -25,8 +25,8 @@ def environment(
     factory: Factory | Mapping[str, Factory],
     *,
     max_turns: int = 10,
-    reward: Callable[[Any, Messages], Any] | None = None,
-    sampling: Mapping[str, Any] | None = None,
+    reward: Callable[[Any, Messages], object] | None = None,
+    sampling: Mapping[str, object] | None = None,
     tool_timeout_s: float = 300.0,
     max_result: int = MAX_RESULT,
     trained_agents: str | None = None,
@@ -86,7 +86,7 @@ class EnvironmentRollouts:
         factories: dict[Any, Factory],
         schemas: dict[Any, list[JsonObject]],
         max_turns: int,
-        reward: Callable[[Any, Messages], Any] | None,
+        reward: Callable[[Any, Messages], object] | None,
         sampling: JsonObject,
         tool_timeout_s: float,
         max_result: int,
@@ -114,7 +114,7 @@ class EnvironmentRollouts:
         finally:
             await live.close()
 
-    def _choose(self, task: Any) -> tuple[Any, JsonObject]:
+    def _choose(self, task: object) -> tuple[object, JsonObject]:
         """Return the name of a task's environment, and the columns for its `reset`."""
         if not isinstance(task, Mapping) or not all(isinstance(key, str) for key in task):
             raise DatasetError(
@@ -133,7 +133,7 @@ class EnvironmentRollouts:
         return name, row
 
 
-def first_messages(row: Mapping[str, Any], observation: Any) -> Messages:
+def first_messages(row: Mapping[str, object], observation: object) -> Messages:
     """Return the messages before the first model call.
 
     Args:
@@ -168,7 +168,7 @@ def first_messages(row: Mapping[str, Any], observation: Any) -> Messages:
     return messages
 
 
-def content_parts(content: str | list[Any]) -> list[Any]:
+def content_parts(content: str | list[Any]) -> list[object]:
     """Return the content of a message as a list of parts."""
     if isinstance(content, str):
         return [{"type": "text", "text": content}] if content else []

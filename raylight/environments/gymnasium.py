@@ -40,7 +40,7 @@ def gymnasium_agent(
     id: str,
     *,
     max_turns: int = 30,
-    sampling: Mapping[str, Any] | None = None,
+    sampling: Mapping[str, object] | None = None,
     trained_agents: str | None = None,
     **settings: Any,
 ) -> FunctionalLitAgent:
@@ -116,8 +116,8 @@ def make_environment(id: str, settings: Mapping[str, Any]) -> Any:
             f"environments of gymnasium need its package ({error}): pip install 'raylight[gymnasium]'"
         ) from error
     try:
-        entry: Any = gymnasium.spec(id).entry_point
-        creator: Any = load_env_creator(entry) if isinstance(entry, str) else entry
+        entry: object = gymnasium.spec(id).entry_point
+        creator: object = load_env_creator(entry) if isinstance(entry, str) else entry
         modes = getattr(creator, "metadata", {}).get("render_modes", ())
         env: Any = gymnasium.make(id, **({"render_mode": "ansi"} if "ansi" in modes else {}) | dict(settings))
     except (gymnasium.error.Error, ImportError, AttributeError, TypeError, ValueError) as error:
@@ -152,7 +152,7 @@ def instructions(env: Any) -> str:
     return f"Play {name}. Answer each observation with one action: {', '.join(action_names(env))}."
 
 
-def observation_text(env: Any, observation: Any) -> str:
+def observation_text(env: Any, observation: object) -> str:
     """Return an observation as text: the picture if `render_mode` is "ansi", else the value in words."""
     if env.render_mode != "ansi":
         words = OBSERVATIONS.get(environment_name(env))
@@ -172,7 +172,7 @@ def observation_text(env: Any, observation: Any) -> str:
     return (shown + picture[position:]).strip("\n")
 
 
-def observed_values(env: Any, observation: Any) -> tuple[Any, ...]:
+def observed_values(env: Any, observation: Any) -> tuple[object, ...]:
     """Return the values for the words of `OBSERVATIONS`; some environments pack them into one number."""
     name, inner = environment_name(env), env.unwrapped
     if name == "Taxi":
@@ -184,7 +184,7 @@ def observed_values(env: Any, observation: Any) -> tuple[Any, ...]:
     return tuple(observation)
 
 
-def parse_action(env: Any, text: str) -> int | None:
+def parse_action(env: object, text: str) -> int | None:
     """Return the number of the action that an answer names; None if it names none.
 
     An answer is an action's name or number. In a longer answer the last name counts.

@@ -106,7 +106,7 @@ def tool_schemas(cls: type) -> list[JsonObject]:
     return schemas
 
 
-def check_positive(name: str, value: Any, kind: type = int) -> None:
+def check_positive(name: str, value: object, kind: type = int) -> None:
     """Check that a setting of an environment is a number above 0.
 
     Args:
@@ -141,7 +141,7 @@ class LiveEnvironment:
         self._timeout_s = timeout_s
         self._max_result = max_result
         self._thread = InstanceThread()
-        self._instance: Any = None
+        self._instance: object = None
         self._is_blocked = False
 
     async def start(self, factory: Factory) -> None:
@@ -156,7 +156,7 @@ class LiveEnvironment:
         """
         return await self._run(name, functools.partial(getattr(self._instance, name), **arguments))
 
-    async def answer(self, message: Any) -> list[JsonObject]:
+    async def answer(self, message: object) -> list[JsonObject]:
         """Execute the tool calls of a message: synchronous methods one after another, and then the others at
         once."""
         return await answer_calls(message, self._answer, is_second=self._is_async)
@@ -164,7 +164,7 @@ class LiveEnvironment:
     def _is_async(self, name: str) -> bool:
         return name in self._names and inspect.iscoroutinefunction(getattr(self._instance, name))
 
-    async def _answer(self, name: str, arguments: str) -> str | list[Any]:
+    async def _answer(self, name: str, arguments: str) -> str | list[object]:
         async def execute(given: JsonObject) -> str | list[Any]:
             method = getattr(self._instance, name)
             run = execute_async if inspect.iscoroutinefunction(method) else execute_sync
@@ -182,7 +182,7 @@ class LiveEnvironment:
             return cut_result(f"error: {error_text(error)}", self._max_result)
 
     async def read_reward(
-        self, function: Callable[..., Any] | None, messages: list[JsonObject]
+        self, function: Callable[..., object] | None, messages: list[JsonObject]
     ) -> dict[str, float]:
         """Return the rewards by name, the primary one first.
 
@@ -248,7 +248,7 @@ class LiveEnvironment:
             raise RuntimeError(f"an environment raised {error!r}") from error
 
 
-def own_reward(instance: Any) -> Any:
+def own_reward(instance: object) -> object:
     """Return the attribute or property `reward` of an environment, or the result of its method `reward`.
 
     Raises:
@@ -262,17 +262,17 @@ def own_reward(instance: Any) -> Any:
     return instance.reward() if callable(instance.reward) else instance.reward
 
 
-def execute_sync(method: Callable[..., Any], arguments: JsonObject, limit: int) -> str | list[Any]:
+def execute_sync(method: Callable[..., object], arguments: JsonObject, limit: int) -> str | list[object]:
     """Call a tool; return its result as `tool_content`, before another call changes the object."""
     return tool_content(method(**arguments), limit)
 
 
-async def execute_async(method: Callable[..., Any], arguments: JsonObject, limit: int) -> str | list[Any]:
+async def execute_async(method: Callable[..., Any], arguments: JsonObject, limit: int) -> str | list[object]:
     """Call an asynchronous tool; return its result as `tool_content`."""
     return tool_content(await method(**arguments), limit)
 
 
-def tool_content(result: Any, limit: int) -> str | list[Any]:
+def tool_content(result: Any, limit: int) -> str | list[object]:
     """Return the result of a tool as the content of a message: content parts, or else its text.
 
     Args:

@@ -204,7 +204,7 @@ class MCPConnection:
 
 
 @contextlib.asynccontextmanager
-async def process_of(server: MCPServer) -> AsyncIterator[Any]:
+async def process_of(server: MCPServer) -> AsyncIterator[object]:
     """Start a server's process, and yield the streams to it. Its process group ends with the block, or with
     this process, even if that is killed."""
     import psutil
@@ -326,7 +326,7 @@ class OpenMCPTools:
 
         return await call_tool(self._connection_of, name, arguments, execute, self.max_result)
 
-    async def answer(self, message: Any) -> list[JsonObject]:
+    async def answer(self, message: object) -> list[JsonObject]:
         """Execute the tool calls of an assistant message, all at once; return the tool messages in order.
 
         Args:

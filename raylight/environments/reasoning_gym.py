@@ -51,7 +51,7 @@ class ReasoningGym:
 def reasoning_gym_agent(
     *,
     system: str | None = None,
-    sampling: Mapping[str, Any] | None = None,
+    sampling: Mapping[str, object] | None = None,
     trained_agents: str | None = None,
 ) -> FunctionalLitAgent:
     """Make an agent that answers puzzles of `ReasoningGym`, scored by the dataset's own `score_answer`.
@@ -124,7 +124,7 @@ def shared_dataset(place: str) -> Any:
     return create_dataset(**json.loads(place))
 
 
-def create_dataset(name: str, size: int, seed: int, config: Mapping[str, Any]) -> Any:
+def create_dataset(name: str, size: int, seed: int, config: Mapping[str, object]) -> Any:
     """Return a dataset of reasoning-gym.
 
     Raises:

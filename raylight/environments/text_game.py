@@ -23,7 +23,7 @@ class UnfinishedGameError(Exception):
 class TextGame(Protocol):
     """A game of one rollout, whose methods run in a thread of their own."""
 
-    def reset(self, task: Mapping[str, Any]) -> list[JsonObject]:
+    def reset(self, task: Mapping[str, object]) -> list[JsonObject]:
         """Begin an episode; return the first messages."""
         ...
 
@@ -55,7 +55,7 @@ class GameRollouts:
     """
 
     def __init__(
-        self, name: str, make: Callable[[], TextGame], max_turns: int, sampling: Mapping[str, Any] | None
+        self, name: str, make: Callable[[], TextGame], max_turns: int, sampling: Mapping[str, object] | None
     ) -> None:
         check_positive("max_turns", max_turns)
         self.__name__ = name
@@ -125,7 +125,7 @@ def game_agent(
     make: Callable[[], TextGame],
     *,
     max_turns: int,
-    sampling: Mapping[str, Any] | None,
+    sampling: Mapping[str, object] | None,
     trained_agents: str | None,
 ) -> FunctionalLitAgent:
     """Make an agent that plays a game; it takes the arguments of `GameRollouts` and `LitAgent`."""
@@ -143,7 +143,7 @@ def seeds(count: int, start: int = 0) -> list[dict[str, int]]:
     return [{"seed": seed} for seed in range(start, start + count)]
 
 
-def task_seed(task: Mapping[str, Any]) -> int:
+def task_seed(task: Mapping[str, object]) -> int:
     """Return the seed of a game's task.
 
     Raises:

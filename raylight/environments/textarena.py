@@ -22,9 +22,9 @@ def textarena_agent(
     id: str,
     *,
     max_turns: int = 30,
-    sampling: Mapping[str, Any] | None = None,
+    sampling: Mapping[str, object] | None = None,
     trained_agents: str | None = None,
-    **settings: Any,
+    **settings: object,
 ) -> FunctionalLitAgent:
     """Make an agent that plays a game of TextArena for one player.
 
@@ -50,7 +50,7 @@ def textarena_agent(
     )
 
 
-def check_game(id: str, settings: Mapping[str, Any]) -> None:
+def check_game(id: str, settings: Mapping[str, object]) -> None:
     """Begin a game.
 
     Raises:
@@ -69,7 +69,7 @@ def check_game(id: str, settings: Mapping[str, Any]) -> None:
 class TextArenaGame:
     """A game of TextArena as a `TextGame`."""
 
-    def __init__(self, id: str, settings: Mapping[str, Any]) -> None:
+    def __init__(self, id: str, settings: Mapping[str, object]) -> None:
         try:
             import textarena
         except ImportError as error:

@@ -28,7 +28,7 @@ class Tools(Protocol):
         """The tools in OpenAI's form; empty for none."""
         ...
 
-    async def answer(self, message: Any) -> list[JsonObject]:
+    async def answer(self, message: object) -> list[JsonObject]:
         """Execute the tool calls of an assistant message; return a tool message for each, in order."""
         ...
 
@@ -81,7 +81,7 @@ async def run_tool_loop(
 async def next_message(
     llm: LLM,
     conversation: list[JsonObject],
-    sampling: Mapping[str, Any] | None = None,
+    sampling: Mapping[str, object] | None = None,
     schemas: list[JsonObject] | None = None,
 ) -> Any:
     """Return the model's next message; None if the conversation has become longer than the model's context.
@@ -143,7 +143,7 @@ async def answer_calls(
 async def call_tool(
     tools: Collection[str],
     name: str,
-    arguments: str | Mapping[str, Any],
+    arguments: str | Mapping[str, object],
     execute: Callable[[JsonObject], Awaitable[str | list[Any]]],
     max_result: int = MAX_RESULT,
 ) -> str | list[Any]:
@@ -171,7 +171,7 @@ async def call_tool(
     return content
 
 
-def parse_arguments(arguments: str | Mapping[str, Any]) -> JsonObject:
+def parse_arguments(arguments: str | Mapping[str, object]) -> JsonObject:
     """Return the arguments of a tool call as a dict.
 
     Args:

@@ -40,10 +40,10 @@ def verifiers_agent(
     taskset: str,
     *,
     python: str | os.PathLike[str],
-    config: Mapping[str, Any] | None = None,
+    config: Mapping[str, object] | None = None,
     harness: str = "null",
     max_turns: int | None = None,
-    sampling: Mapping[str, Any] | None = None,
+    sampling: Mapping[str, object] | None = None,
     env: Mapping[str, str | None] | None = None,
     cwd: str | os.PathLike[str] | None = None,
 ) -> LitAgent[Any]:
@@ -81,7 +81,7 @@ def verifiers_agent(
     )
 
     @rollout
-    async def verifiers(task: Any, llm: LLM) -> float:
+    async def verifiers(task: object, llm: LLM) -> float:
         request = {
             "task": task,
             "base_url": llm.endpoint,
@@ -126,7 +126,7 @@ class VerifiersProcess:
         """True until the process has ended."""
         return self._error is None
 
-    async def run(self, request: Mapping[str, Any]) -> float:
+    async def run(self, request: Mapping[str, object]) -> float:
         """Run a rollout; return its reward.
 
         Raises:
