@@ -153,7 +153,7 @@ def replace_prompt(row: Trajectory, own: IntArray, prompt: Sequence[int]) -> tup
     return ids, start
 
 
-def _choose(task: Any, names: Sequence[str], choice: TeacherChoice, rollout_id: str) -> int:
+def _choose(task: object, names: Sequence[str], choice: TeacherChoice, rollout_id: str) -> int:
     if callable(choice):
         try:
             name = choice(task)
@@ -215,7 +215,7 @@ def _change(
     return ChangedPrompt(rollout_id, call.prompt_ids, json.dumps(request), teacher)
 
 
-def _chat_attributes(call: Generation, item: FinishedRollout) -> Mapping[str, Any] | None:
+def _chat_attributes(call: Generation, item: FinishedRollout) -> Mapping[str, object] | None:
     """Return the attributes of a call's span; None if it was none of chat."""
     spans = (span.attributes for span in item.spans if span.attributes.get(CALL_ID) == call.key.call_id)
     attributes = next((found for found in spans if DIALECT in found), {})
@@ -223,7 +223,7 @@ def _chat_attributes(call: Generation, item: FinishedRollout) -> Mapping[str, An
 
 
 def _rendered_request(
-    call: Generation, item: FinishedRollout, attributes: Mapping[str, Any] | None
+    call: Generation, item: FinishedRollout, attributes: Mapping[str, object] | None
 ) -> JsonObject:
     """Return the fields of a chat request that its template reads.
 

@@ -34,7 +34,7 @@ class Demonstration:
     tools: list[JsonObject] = field(default_factory=list)
 
     @classmethod
-    def parse(cls, value: Any, source: str) -> Self:
+    def parse(cls, value: object, source: str) -> Self:
         """Return the demonstration that a value describes: `{"messages": [...], "tools": [...]}`, where
         `tools` may be missing, or a list of messages.
 
@@ -64,7 +64,7 @@ class Demonstration:
         return cls(messages, [dict(tool) for tool in tools])
 
     @classmethod
-    def parse_pair(cls, value: Any, source: str) -> tuple[Self, Self]:
+    def parse_pair(cls, value: object, source: str) -> tuple[Self, Self]:
         """Return the chosen and the rejected conversation that a value describes: `{"prompt": [...],
         "chosen": [...], "rejected": [...], "tools": [...]}`, each a list of messages. Without `prompt`, what
         `chosen` and `rejected` have in common at their beginning is the prompt. Only answers after the prompt
@@ -116,7 +116,7 @@ class DemonstrationRow:
         return [position for start, end in self.answers for position in range(start, end)]
 
 
-def render_demonstration(tokenizer: Any, demonstration: Demonstration, source: str) -> str:
+def render_demonstration(tokenizer: object, demonstration: Demonstration, source: str) -> str:
     """Return the text of a whole conversation, as the chat template of a tokenizer renders it.
 
     Args:
@@ -128,7 +128,9 @@ def render_demonstration(tokenizer: Any, demonstration: Demonstration, source: s
     return _Template(tokenizer, source).render(demonstration.messages, demonstration.tools, prompt=False)
 
 
-def demonstration_rows(tokenizer: Any, demonstration: Demonstration, source: str) -> list[DemonstrationRow]:
+def demonstration_rows(
+    tokenizer: object, demonstration: Demonstration, source: str
+) -> list[DemonstrationRow]:
     """Return the rows of a demonstration: one, unless the template changes earlier turns.
 
     Args:
@@ -257,11 +259,11 @@ class _Template:
         return tokens
 
 
-def _is_learned(message: Mapping[str, Any]) -> bool:
+def _is_learned(message: Mapping[str, object]) -> bool:
     return message["role"] == "assistant" and message.get("weight") != 0
 
 
-def _message(value: Any, source: str) -> JsonObject:
+def _message(value: object, source: str) -> JsonObject:
     """Return a message for the template: content as one string, the arguments of tool calls as dicts."""
     if not isinstance(value, Mapping) or value.get("role") not in ROLES:
         roles = ", ".join(sorted(ROLES))
@@ -285,7 +287,7 @@ def _message(value: Any, source: str) -> JsonObject:
     return message
 
 
-def _text(content: Any, source: str) -> str:
+def _text(content: object, source: str) -> str:
     if isinstance(content, str):
         return content
     parts = content if isinstance(content, list | tuple) else [content]

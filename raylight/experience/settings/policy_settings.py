@@ -171,13 +171,13 @@ class PolicySettings(OptimizerSettings, CorrectionSettings):
     ppo_epochs: int = Field(default=1, ge=1, le=MAX_SAMPLES)
     """Passes over a batch."""
 
-    _estimator: Callable[..., Any] | None = PrivateAttr(default=None)
+    _estimator: Callable[..., object] | None = PrivateAttr(default=None)
     _loss: Callable[..., Any] | None = PrivateAttr(default=None)
     _local_teachers: tuple[str, ...] = PrivateAttr(default=())
 
     @model_validator(mode="before")
     @classmethod
-    def _read_flat_keys(cls, values: Any) -> Any:
+    def _read_flat_keys(cls, values: Any) -> object:
         unread: list[str] = []
         for table in TABLES:
             values, found = table.nest(cls, values)
@@ -186,7 +186,7 @@ class PolicySettings(OptimizerSettings, CorrectionSettings):
             raise ValueError(f"nothing reads {'; '.join(unread)}")
         return values
 
-    def model_post_init(self, context: Any) -> None:
+    def model_post_init(self, context: object) -> None:
         """Store the user's functions, which the registry of the ranks, in other processes, lacks."""
         self._estimator, self._loss = (
             ADVANTAGES.resolve(self.advantage.name),
@@ -199,12 +199,12 @@ class PolicySettings(OptimizerSettings, CorrectionSettings):
         return set().union(*(table.flat_keys for table in TABLES))
 
     @classmethod
-    def unread_flat_keys(cls, values: Mapping[str, Any]) -> list[str]:
+    def unread_flat_keys(cls, values: Mapping[str, object]) -> list[str]:
         """Return a phrase for each changed flat key that the chosen loss or estimator does not read."""
         return [phrase for table in TABLES for phrase in table.nest(cls, values)[1]]
 
     @property
-    def user_estimator(self) -> Callable[..., Any] | None:
+    def user_estimator(self) -> Callable[..., object] | None:
         """The user's advantage estimator; None for one of verl's."""
         return self._estimator
 

@@ -87,7 +87,7 @@ def policy_loss(name: str) -> Callable[[Function], Function]:
     return register
 
 
-def select_arguments(function: Callable[..., Any], arguments: dict[str, Any]) -> dict[str, Any]:
+def select_arguments(function: Callable[..., object], arguments: dict[str, object]) -> dict[str, object]:
     """Return the arguments that the function has a parameter for."""
     parameters = inspect.signature(function).parameters
     return {name: value for name, value in arguments.items() if name in parameters}

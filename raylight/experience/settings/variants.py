@@ -118,11 +118,11 @@ class VariantTable:
             return self.user
         return next(variant for variant in self.variants if name in names_of(variant))
 
-    def parse(self, value: Any) -> Any:
+    def parse(self, value: object) -> Any:
         """Return the variant that a mapping of `nest` describes; anything else as it is."""
         return self.variant(value["name"])(**value) if isinstance(value, Mapping) else value
 
-    def nest(self, model: type[BaseModel], values: Mapping[str, Any]) -> tuple[JsonObject, list[str]]:
+    def nest(self, model: type[BaseModel], values: Mapping[str, object]) -> tuple[JsonObject, list[str]]:
         """Move flat keys of a model's arguments into the variant that they belong to.
 
         A model may also declare flat keys as fields, whose defaults hold where the arguments have none. What
@@ -186,7 +186,7 @@ class VariantTable:
             return {"name": names_of(field.annotation)[0]}  # type: ignore[arg-type]
         return {"name": default.name, **default.model_dump(exclude_unset=True)}
 
-    def _settings_of(self, given: Any) -> JsonObject:
+    def _settings_of(self, given: object) -> JsonObject:
         if given is None:
             return {}
         if isinstance(given, str):
@@ -201,10 +201,10 @@ class VariantTable:
 
     def _chosen_name(
         self,
-        values: Mapping[str, Any],
-        nested: Mapping[str, Any],
-        defaults: Mapping[str, Any],
-        own: Mapping[str, Any],
+        values: Mapping[str, object],
+        nested: Mapping[str, object],
+        defaults: Mapping[str, object],
+        own: Mapping[str, object],
     ) -> str:
         name = values.get(self.selector, nested.get("name", defaults.get(self.selector, own["name"])))
         if not isinstance(name, str):
@@ -215,7 +215,7 @@ class VariantTable:
             )
         return name
 
-    def _is_unset(self, key: str, value: Any) -> bool:
+    def _is_unset(self, key: str, value: object) -> bool:
         return value is None and self.default_of(key) is None
 
     def _readers(self) -> dict[str, list[str]]:
@@ -226,7 +226,7 @@ class VariantTable:
                 readers.setdefault(key, []).extend(names_of(variant))
         return readers
 
-    def default_of(self, key: str) -> Any:
+    def default_of(self, key: str) -> object:
         """Return the default of a flat key."""
         return next(
             field.default for variant in self.variants if (field := variant.model_fields.get(key)) is not None

@@ -6,7 +6,6 @@ import itertools
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from raylight.experience.trajectories.row_rules import DEFAULT_RULES, RowRules, learned_branches, learned_rows
 from raylight.experience.trajectories.trajectory import select_rows
@@ -114,7 +113,7 @@ def dpo_record(
     return {"prompt": prompt, "chosen": answers[0], "rejected": answers[1], **tools}
 
 
-def _conversation(row: Trajectory, spans: Sequence[Mapping[str, Any]]) -> Conversation:
+def _conversation(row: Trajectory, spans: Sequence[Mapping[str, object]]) -> Conversation:
     """Return the conversation of a row, given the attributes of its calls."""
     last = spans[-1]
     prompts = [json.loads(str(span[INPUT_MESSAGES])) for span in spans]
@@ -133,7 +132,7 @@ def _is_answer(messages: list[JsonObject], place: int) -> bool:
     return place < len(messages) and messages[place].get("role") == "assistant"
 
 
-def _is_chat(span: Mapping[str, Any]) -> bool:
+def _is_chat(span: Mapping[str, object]) -> bool:
     """True for the attributes of a chat call that has an answer."""
     has_messages = bool(span.get(INPUT_MESSAGES)) and bool(span.get(OUTPUT_MESSAGES))
     return has_messages and span.get(DIALECT, "completions") != "completions"

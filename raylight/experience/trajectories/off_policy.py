@@ -46,7 +46,7 @@ def off_policy_parameters(sampling: Mapping[str, Any]) -> JsonObject:
     return changed
 
 
-def is_replayable(sampling: Mapping[str, Any]) -> bool:
+def is_replayable(sampling: Mapping[str, object]) -> bool:
     """Return True if sampling parameters truncate or penalise, and a learner that knows which tokens could
     have been sampled can compute the distribution again."""
     changed = off_policy_parameters(sampling).keys()
@@ -114,17 +114,17 @@ def count_repeated_seeds(groups: Mapping[str, Iterable[Iterable[Generation]]]) -
     return repeated
 
 
-def describe(call: Generation, changed: Mapping[str, Any]) -> str:
+def describe(call: Generation, changed: Mapping[str, object]) -> str:
     """Return a phrase with agent, model and parameters of a call."""
     caller = "an agent" if call.agent is None else f"agent {call.agent!r}"
     return f"{caller} sampled from model {call.model!r} with {_listed(changed)}"
 
 
-def _listed(changed: Mapping[str, Any]) -> str:
+def _listed(changed: Mapping[str, object]) -> str:
     return ", ".join(f"{name}={value!r:.40}" for name, value in changed.items())
 
 
-def _error(call: Generation, changed: Mapping[str, Any]) -> str:
+def _error(call: Generation, changed: Mapping[str, object]) -> str:
     return (
         f"{describe(call, changed)} (call {call.key.call_id} of rollout {call.key.rollout_id}): this is not "
         "the distribution of the policy, and the learner cannot replay it, so that training on it would be "

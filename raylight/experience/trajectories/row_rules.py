@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from raylight.config import MODEL_NAME
 from raylight.experience.trajectories.off_policy import untrainable_parameters
@@ -39,7 +39,7 @@ class RowRules:
     models: tuple[str, ...] = ()
 
     @classmethod
-    def from_config(cls, config: Mapping[str, Any]) -> RowRules:
+    def from_config(cls, config: Mapping[str, object]) -> RowRules:
         """Return the rules in the content of a run's `config.yaml`; the defaults where it has none."""
         sections = (config.get("algorithm"), config.get("run"))
         algorithm, run = (section if isinstance(section, Mapping) else {} for section in sections)
@@ -61,7 +61,7 @@ class RowRules:
         return (calls, []) if self.train_auxiliary_calls else split_auxiliary(calls)
 
 
-def _trained_models(models: Any) -> tuple[str, ...]:
+def _trained_models(models: object) -> tuple[str, ...]:
     """Return the names of the trained models in the `models` of a run's `config.yaml`."""
     if not isinstance(models, Mapping):
         return ()

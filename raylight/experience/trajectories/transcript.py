@@ -176,7 +176,7 @@ class _Transcript:
             f"{model}, {len(call.prompt_ids)} + {len(call.output_ids)} tokens, {call.finish_reason}{trained}"
         )
 
-    def _messages(self, attributes: Mapping[str, Any], agent: str | None) -> Iterator[str]:
+    def _messages(self, attributes: Mapping[str, object], agent: str | None) -> Iterator[str]:
         prompt, answers = (
             json.loads(str(attributes.get(key, "[]"))) for key in (INPUT_MESSAGES, OUTPUT_MESSAGES)
         )
@@ -192,7 +192,7 @@ class _Transcript:
         yield from (_message(message, "    >>> ") for message in answers)
         self._last_messages[agent] = prompt + answers
 
-    def _value(self, value: Any) -> str:
+    def _value(self, value: object) -> str:
         text = _format_value(value)
         return (
             text
@@ -215,7 +215,7 @@ def _losses(rollout: Rollout) -> JsonObject:
     return (rollout.attempt.metadata if rollout.attempt else None) or {}
 
 
-def _lineage(lineage: CallLineage, source: Any) -> Iterator[str]:
+def _lineage(lineage: CallLineage, source: object) -> Iterator[str]:
     """Yield a call's relation to earlier calls, and the origins of its prompt; nothing for a first call."""
     if lineage.kind == "start":
         yield f"    call {lineage.number}, row {lineage.row}"
@@ -241,7 +241,7 @@ def _origin(segment: PromptSegment) -> str:
     return f"{segment.tokens} {verb} call {segment.call}"
 
 
-def _json_value(value: Any) -> Any:
+def _json_value(value: object) -> object:
     """Return a value if it can be written as JSON; else its representation."""
     try:
         json.dumps(value)
@@ -269,7 +269,7 @@ def _message(message: JsonObject, indent: str) -> str:
     return "\n".join([indent + lines[0], *(" " * len(indent) + line for line in lines[1:])])
 
 
-def _parts(content: Any) -> str:
+def _parts(content: object) -> str:
     """Return the parts of a message's content, each on a line if some are images."""
     parts = content if isinstance(content, list) else [content]
     digests = [recorded_digest(image_url_of(part)) for part in parts]
