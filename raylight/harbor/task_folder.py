@@ -119,10 +119,10 @@ def read_task(folder: str | os.PathLike[str]) -> HarborTask:
 
 def _read_step(
     folder: Path,
-    settings: Mapping[str, Any],
+    settings: Mapping[str, object],
     entry: JsonObject,
-    agent: Mapping[str, Any],
-    tests: Mapping[str, Any],
+    agent: Mapping[str, object],
+    tests: Mapping[str, object],
 ) -> HarborTask:
     """Read a step, whose settings precede the task's."""
     name = entry.get("name")
@@ -158,11 +158,11 @@ def _min_rewards(folder: Path, value: Any) -> dict[str, float]:
 
 def _read_part(
     folder: Path,
-    settings: Mapping[str, Any],
+    settings: Mapping[str, object],
     name: str,
     place: Path,
-    agent: Mapping[str, Any],
-    tests: Mapping[str, Any],
+    agent: Mapping[str, object],
+    tests: Mapping[str, object],
 ) -> HarborTask:
     """Read a task of one step, or a step.
 
@@ -282,7 +282,7 @@ def _tests_environment(
     return replace(environment, image=agents.image, folder=agents.folder), False
 
 
-def _network(folder: Path, table: Mapping[str, Any], phase: Mapping[str, Any]) -> bool:
+def _network(folder: Path, table: Mapping[str, object], phase: Mapping[str, object]) -> bool:
     mode = phase.get("network_mode") or table.get("network_mode")
     if mode is None and table.get("allow_internet") is not None:
         mode = "public" if table["allow_internet"] else "no-network"
@@ -305,7 +305,7 @@ def _artifacts(folder: Path, settings: Mapping[str, Any]) -> tuple[str, ...]:
     return tuple(paths)
 
 
-def _megabytes(folder: Path, table: Mapping[str, Any], name: str) -> int | None:
+def _megabytes(folder: Path, table: Mapping[str, object], name: str) -> int | None:
     value = table.get(f"{name}_mb")
     if value is None and (text := table.get(name)) is not None:  # the older form, such as "2G"
         match = SIZE.fullmatch(str(text).strip())
@@ -319,21 +319,21 @@ def _megabytes(folder: Path, table: Mapping[str, Any], name: str) -> int | None:
     return int(value)
 
 
-def _seconds(folder: Path, table: Mapping[str, Any], key: str, default: float | None) -> float | None:
+def _seconds(folder: Path, table: Mapping[str, object], key: str, default: float | None) -> float | None:
     value = table.get(key, default)
     if value is not None and (not isinstance(value, int | float) or isinstance(value, bool) or value <= 0):
         raise DatasetError(f"the task {folder}: {key} is {value!r}; give seconds above 0")
     return None if value is None else float(value)
 
 
-def _variables(folder: Path, table: Mapping[str, Any]) -> dict[str, str]:
+def _variables(folder: Path, table: Mapping[str, object]) -> dict[str, str]:
     env = table.get("env", {})
     if not isinstance(env, dict) or not all(isinstance(value, str) for value in env.values()):
         raise DatasetError(f"the task {folder}: env is {env!r:.80}; give a table of texts")
     return env
 
 
-def _table(folder: Path, settings: Mapping[str, Any], name: str) -> JsonObject:
+def _table(folder: Path, settings: Mapping[str, object], name: str) -> JsonObject:
     table = settings.get(name, {})
     if not isinstance(table, dict):
         raise DatasetError(f"the task {folder}: [{name}] of task.toml is {table!r:.80}; make it a table")
