@@ -187,7 +187,7 @@ class CommandAgent(LitAgent[Any]):
         return "CommandAgent" if callable(self._command) else f"CommandAgent {(self._command or [''])[0]}"
 
     async def _configure(
-        self, sandbox: Sandbox, task: Any, asked: HarnessTask, llm: LLM, rollout: Rollout
+        self, sandbox: Sandbox, task: object, asked: HarnessTask, llm: LLM, rollout: Rollout
     ) -> HarnessProgram:
         """Write the files of a rollout, and return its program."""
         isolated = self._isolated or asked.sandbox is not None
@@ -220,7 +220,7 @@ class CommandAgent(LitAgent[Any]):
             install=self._preset.install if self._preset else None,
         )
 
-    async def _score(self, program: HarnessProgram, task: Any, result: CommandResult) -> Any:
+    async def _score(self, program: HarnessProgram, task: object, result: CommandResult) -> Any:
         """Return the reward from the origin that the agent was given."""
         sandbox, reward = program.sandbox, self._reward
         if reward is None:
@@ -242,9 +242,9 @@ class CommandAgent(LitAgent[Any]):
             return await reward(task, result)
         return await asyncio.to_thread(reward, task, result)
 
-    def _read_prompt(self, task: Any) -> str | None:
+    def _read_prompt(self, task: object) -> str | None:
         """Return the prompt of a task, or None if it has none."""
-        found: Any
+        found: object
         if callable(self._prompt):
             found = self._prompt(task)
         elif isinstance(task, str):
@@ -260,7 +260,7 @@ class CommandAgent(LitAgent[Any]):
             "CommandAgent(prompt=FUNCTION)"
         )
 
-    def _model(self, resources: Mapping[str, Any]) -> LLM:
+    def _model(self, resources: Mapping[str, object]) -> LLM:
         """Return the resource that the program receives as its model."""
         models = {
             name: resource
@@ -276,7 +276,7 @@ class CommandAgent(LitAgent[Any]):
         return models[name]
 
 
-def _check_reward(reward: Any) -> Any:
+def _check_reward(reward: object) -> object:
     """Return an origin of rewards; a list becomes a `RewardCommand`."""
     if reward is None or callable(reward) or isinstance(reward, RewardCommand):
         return reward
@@ -291,7 +291,7 @@ def _check_reward(reward: Any) -> Any:
     )
 
 
-def _task_json(task: Any) -> bytes:
+def _task_json(task: object) -> bytes:
     try:
         return to_json(task) + b"\n"
     except PydanticSerializationError as error:

@@ -17,7 +17,7 @@ from raylight.sandboxes.registry import SandboxSpec
 from raylight.sandboxes.sandbox import Sandbox
 
 
-def is_harbor_task(task: Any) -> bool:
+def is_harbor_task(task: object) -> bool:
     """Return True for a row of `HarborTasks`."""
     return isinstance(task, Mapping) and TASK_KEY in task
 

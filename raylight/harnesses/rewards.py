@@ -116,7 +116,7 @@ class RewardCommand:
         bundle.add_folder(home)
         return bundle
 
-    async def _judge(self, sandbox: Sandbox, workspace: str, variables: Mapping[str, str]) -> Any:
+    async def _judge(self, sandbox: Sandbox, workspace: str, variables: Mapping[str, str]) -> object:
         """Run the command in a sandbox that has the files, and return the reward."""
         with operation(name="reward command") as span:
             span.set_input(command=list(self.command))
@@ -142,12 +142,12 @@ class RewardCommand:
         return await reward_in_file(sandbox, posixpath.normpath(posixpath.join(workspace, self.reads)))
 
 
-def is_reward_file(value: Any) -> bool:
+def is_reward_file(value: object) -> bool:
     """Return True for the path of a reward file."""
     return isinstance(value, str) and value.endswith((".json", ".txt"))
 
 
-async def reward_in_file(sandbox: Sandbox, path: str) -> Any:
+async def reward_in_file(sandbox: Sandbox, path: str) -> object:
     """Return the reward in a file of a sandbox: JSON, or in a .txt one number.
 
     Raises:
@@ -169,7 +169,7 @@ async def reward_in_file(sandbox: Sandbox, path: str) -> Any:
     )
 
 
-def reward_in_output(program: str, stdout: str) -> Any:
+def reward_in_output(program: str, stdout: str) -> object:
     """Return the reward in the last line of a standard output.
 
     Raises:
@@ -188,7 +188,7 @@ def reward_in_output(program: str, stdout: str) -> Any:
     )
 
 
-def check_command(command: Any, owner: str) -> list[str]:
+def check_command(command: object, owner: str) -> list[str]:
     """Return a command as a list of strings.
 
     Raises:
