@@ -34,11 +34,11 @@ class RequestModel(BaseModel):
 
     @model_validator(mode="before")
     @classmethod
-    def _without_nulls(cls, value: Any) -> Any:
+    def _without_nulls(cls, value: object) -> object:
         return {k: v for k, v in value.items() if v is not None} if isinstance(value, dict) else value
 
     @classmethod
-    def read(cls, body: Any) -> Self:
+    def read(cls, body: object) -> Self:
         """Validate a decoded body.
 
         Raises:
@@ -50,7 +50,7 @@ class RequestModel(BaseModel):
             raise invalid_body(error, body) from None
 
 
-def invalid_body(error: ValidationError, body: Any) -> RequestError:
+def invalid_body(error: ValidationError, body: object) -> RequestError:
     """Return the error of an invalid body, with the code of its first problem."""
     kind = error.errors(include_url=False, include_input=False)[0]["type"]
     code = (
@@ -59,7 +59,7 @@ def invalid_body(error: ValidationError, body: Any) -> RequestError:
     return RequestError(describe_problems(error, body), code=code)
 
 
-def without_labels(body: Any, kept: Container[str] = ()) -> Any:
+def without_labels(body: object, kept: Container[str] = ()) -> object:
     """Return a decoded body without the labels of the request, which have no effect.
 
     Args:
@@ -70,7 +70,7 @@ def without_labels(body: Any, kept: Container[str] = ()) -> Any:
     return {name: value for name, value in body.items() if name not in LABELS or name in kept}
 
 
-def describe_problems(error: ValidationError, body: Any) -> str:
+def describe_problems(error: ValidationError, body: object) -> str:
     """Describe the first invalid fields of a body, and count the others."""
     count = error.error_count()
     if count > COUNTED_PROBLEMS:
@@ -90,7 +90,7 @@ def ignore_hint(fields: Sequence[str]) -> str:
     return f"; to drop unknown fields, set engine={{'ignore_fields': {droppable}}}" if droppable else ""
 
 
-def field_path(item: Any, body: Any) -> str:
+def field_path(item: Any, body: object) -> str:
     """Return the path of a pydantic error in the body as it was sent, such as `input[2].content[0].type`.
 
     Names of variants of a union, which pydantic adds to its locations, are left out.
@@ -102,7 +102,7 @@ def field_path(item: Any, body: Any) -> str:
 
 
 def _steps(
-    location: tuple[int | str, ...], value: Any, is_missing: bool, *, exact: bool = True
+    location: tuple[int | str, ...], value: object, is_missing: bool, *, exact: bool = True
 ) -> list[int | str] | None:
     """Return the steps of a location that lead into a value; None if the location does not fit it.
 

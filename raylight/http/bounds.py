@@ -44,7 +44,7 @@ class Violation:
 class Bound(Protocol):
     """Bounds of a field's value. Null counts as absent."""
 
-    def find(self, value: Any) -> Violation | None:
+    def find(self, value: object) -> Violation | None:
         """Return what is wrong with a value; None if nothing is."""
         ...
 
@@ -91,7 +91,7 @@ class Flag:
 
     number: Number
 
-    def find(self, value: Any) -> Violation | None:
+    def find(self, value: object) -> Violation | None:
         return None if type(value) is bool else self.number.find(value)
 
 
@@ -109,7 +109,7 @@ class Entries:
     each: Bound | None = None
     single: bool = False
 
-    def find(self, value: Any) -> Violation | None:
+    def find(self, value: object) -> Violation | None:
         if not isinstance(value, list):
             return self.each.find(value) if self.single and self.each is not None else None
         if len(value) > self.most:
@@ -129,7 +129,7 @@ class Text:
 
     most: int
 
-    def find(self, value: Any) -> Violation | None:
+    def find(self, value: object) -> Violation | None:
         if not isinstance(value, str) or len(value) <= self.most:
             return None
         return Violation(
@@ -141,7 +141,7 @@ class Text:
 class Biases:
     """Biases by token id."""
 
-    def find(self, value: Any) -> Violation | None:
+    def find(self, value: object) -> Violation | None:
         if not isinstance(value, dict):
             return None
         if len(value) > MAX_ENTRIES:
@@ -160,7 +160,7 @@ class Biases:
 class Prompts:
     """A text, a list of token ids, or a list of those."""
 
-    def find(self, value: Any) -> Violation | None:
+    def find(self, value: object) -> Violation | None:
         if not isinstance(value, list) or not value:
             return None
         if isinstance(value[0], str | list):
@@ -246,7 +246,7 @@ BOUNDS: Mapping[str, Bound] = {
 OTHER = Entries()
 
 
-def check_bounds(body: Mapping[str, Any]) -> None:
+def check_bounds(body: Mapping[str, object]) -> None:
     """Check the values of a decoded request.
 
     Raises:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping
-from typing import Any
 
 from starlette.responses import JSONResponse
 
@@ -92,7 +91,7 @@ class RequestError(Exception):
         *,
         code: str | None = None,
         param: str | None = None,
-        details: Mapping[str, Any] | None = None,
+        details: Mapping[str, object] | None = None,
     ) -> None:
         super().__init__(message)
         self.message = message.encode("utf-8", "replace").decode()  # quotes of lone surrogates cannot be sent
@@ -108,7 +107,7 @@ class RequestError(Exception):
 class UnknownModelError(RequestError):
     """A request for a model that is not served."""
 
-    def __init__(self, model: Any, *served: str) -> None:
+    def __init__(self, model: object, *served: str) -> None:
         names = f"; this endpoint serves {', '.join(map(repr, served))}" if served else ""
         super().__init__(
             f"The model `{model!s:.200}` does not exist{names}",
@@ -139,7 +138,7 @@ def read_error(status: int, body: bytes) -> RequestError:
     return find_error(answer, status) or _error(text, status)
 
 
-def find_error(answer: Any, status: int | None = None) -> RequestError | None:
+def find_error(answer: object, status: int | None = None) -> RequestError | None:
     """Return the error in a decoded answer, or in a decoded event of a stream; None if there is none.
 
     Args:
@@ -166,7 +165,7 @@ def find_error(answer: Any, status: int | None = None) -> RequestError | None:
     )
 
 
-def _status_of(code: Any, kind: Any) -> int:
+def _status_of(code: object, kind: object) -> int:
     if isinstance(code, int) and 400 <= code <= 599:
         return code
     return next(

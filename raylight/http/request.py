@@ -256,7 +256,7 @@ def _name_wrong_number(content: bytes) -> None:
 
 def _number_error(fields: JsonObject) -> RequestError:
     """Return the error of a body with a number that is not finite or beyond 64 bits; it names the field."""
-    level: list[tuple[str, Any]] = [(name[:100], value) for name, value in fields.items()]
+    level: list[tuple[str, object]] = [(name[:100], value) for name, value in fields.items()]
     while True:
         for path, value in level:
             if _is_wrong_number(value):
@@ -266,7 +266,7 @@ def _number_error(fields: JsonObject) -> RequestError:
         level = [pair for path, value in level for pair in _within(path, value)]
 
 
-def _within(path: str, value: Any) -> list[tuple[str, Any]]:
+def _within(path: str, value: object) -> list[tuple[str, object]]:
     """Return the values within a list or an object, each with its path."""
     if isinstance(value, dict):
         return [(f"{path}.{name[:100]}", inner) for name, inner in value.items()]

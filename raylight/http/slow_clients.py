@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import resource
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from uvicorn.protocols.http.auto import AutoHTTPProtocol
 
@@ -28,7 +28,7 @@ class ImpatientProtocol(AutoHTTPProtocol):  # type: ignore[misc, valid-type]
     waiting: ClassVar[dict[ImpatientProtocol, asyncio.TimerHandle]] = {}
     """Connections that wait for the headers of a request, the oldest first, with the ends of their times."""
 
-    def connection_made(self, transport: Any) -> None:
+    def connection_made(self, transport: object) -> None:
         super().connection_made(transport)
         self._wait()
 
