@@ -120,7 +120,7 @@ class ModelImages:
                 f"{_loading_advice(error)}"
             ) from error
 
-    def template_content(self, content: Any) -> Any:
+    def template_content(self, content: object) -> object:
         """Return the content of a message as the chat template takes it.
 
         Args:
@@ -272,7 +272,7 @@ def _image_obstacle(model_path: str, files: frozenset[tuple[str, int]]) -> str |
         return str(error)
 
 
-def load_processor(model_path: str, kind: Any) -> Any:
+def load_processor(model_path: str, kind: Any) -> object:
     """Load a model's processor without the parts for other inputs, which may need further packages.
 
     Args:
