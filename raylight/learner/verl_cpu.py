@@ -35,7 +35,7 @@ def _cpu_module() -> types.ModuleType:
         setattr(module, name, lambda *args, **kwargs: 0)
     for name in NO_OPS:
         setattr(module, name, lambda *args, **kwargs: None)
-    values: dict[str, Any] = {
+    values: dict[str, object] = {
         "get_device_name": lambda *args, **kwargs: "cpu",
         "mem_get_info": lambda *args, **kwargs: (0, 0),
         "device_count": lambda: 1,
@@ -58,7 +58,7 @@ def install_platform() -> None:
 
 def _platform_class() -> type:
     module = _cpu_module()
-    constants: dict[str, Any] = {
+    constants: dict[str, object] = {
         "is_available": True,
         "current_device": torch.device("cpu"),
         "device_count": 1,
@@ -77,7 +77,7 @@ def _platform_class() -> type:
         "is_ipc_supported": False,
         "cudart": None,
     }
-    body: dict[str, Any] = {name: _constant(value) for name, value in constants.items()}
+    body: dict[str, object] = {name: _constant(value) for name, value in constants.items()}
     body.update(
         device_name="cpu",
         vendor_name="cpu",
@@ -89,5 +89,5 @@ def _platform_class() -> type:
     return type("PlatformCPU", (PlatformBase,), body)
 
 
-def _constant(value: Any) -> Any:
+def _constant(value: object) -> object:
     return lambda self, *args, **kwargs: value

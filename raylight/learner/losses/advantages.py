@@ -153,7 +153,7 @@ def compare_spans(teacher: torch.Tensor, own: torch.Tensor) -> dict[str, torch.T
 
 DEFAULTS = {"gamma": 1.0, "lam": 1.0, "norm_adv_by_std": True}
 """Arguments of an estimator that has no settings for them."""
-OWN_ESTIMATORS: dict[str, Callable[..., Any]] = {
+OWN_ESTIMATORS: dict[str, Callable[..., object]] = {
     "gdpo": estimate_gdpo,
     "gigpo": estimate_gigpo,
     "opd": estimate_opd,
@@ -367,7 +367,7 @@ def _run_estimator(
     norm_adv_by_std = given.pop("norm_adv_by_std")
     function = user_function or OWN_ESTIMATORS.get(name)
     function = function or verl.get_adv_estimator_fn(EXACT_EQUIVALENTS.get(name, name))
-    arguments: dict[str, Any] = {
+    arguments: dict[str, object] = {
         "token_level_rewards": rewards.float() if user_function else rewards,
         "response_mask": sequences.mask,
         "index": np.array(outline.groups, dtype=object),
@@ -416,7 +416,7 @@ def _run_estimator(
     return advantages.float(), returns.float()
 
 
-def _duplicate(arguments: dict[str, Any]) -> dict[str, Any]:
+def _duplicate(arguments: dict[str, object]) -> dict[str, object]:
     """Return the arguments with every rollout twice."""
     return {
         name: torch.cat([value, value])
@@ -428,7 +428,7 @@ def _duplicate(arguments: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _check_result(name: str, kind: str, matrix: Any, sequences: RolloutSequences) -> None:
+def _check_result(name: str, kind: str, matrix: object, sequences: RolloutSequences) -> None:
     """Raise ConfigError unless the estimator returned a finite number for every sampled token."""
     expected = tuple(sequences.mask.shape)
     if not isinstance(matrix, torch.Tensor) or matrix.shape != expected:

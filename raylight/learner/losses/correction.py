@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch.nn.utils.rnn import pad_sequence
@@ -288,7 +287,7 @@ def _select_sampled(rows: list[TrainRow], tensors: list[torch.Tensor]) -> torch.
 
 
 def _all_reduce(
-    values: Sequence[float | torch.Tensor], operation: Any = torch.distributed.ReduceOp.SUM
+    values: Sequence[float | torch.Tensor], operation: object = torch.distributed.ReduceOp.SUM
 ) -> list[float]:
     reduced = torch.tensor([float(value) for value in values], dtype=torch.float64)
     torch.distributed.all_reduce(reduced, op=operation)

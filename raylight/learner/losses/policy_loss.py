@@ -146,7 +146,7 @@ def mean_over_rollouts(values: torch.Tensor, batch: MicroBatch) -> torch.Tensor:
     return (values.where(batch.mask, 0.0).sum(-1) * weights).sum() * (batch.dp_size / batch.rollouts)
 
 
-def wrap_token_loss(function: Callable[..., Any]) -> Callable[..., Any]:
+def wrap_token_loss(function: Callable[..., object]) -> Callable[..., Any]:
     """Wrap a user's function, which returns the loss of each token, as a policy loss with verl's signature.
 
     The returned function raises ConfigError if the result does not have the shape of the log-probs.

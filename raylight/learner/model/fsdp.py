@@ -475,7 +475,7 @@ class ValueEngine(RaylightEngine):
             values = self._gather_and_unpad_packed(values[0], pad_size)[None]
         return {"values": place(values[batch.value_positions()], batch.within)}
 
-    def _add_head(self, module: Any) -> None:
+    def _add_head(self, module: object) -> None:
         """Keep the model's own head, which computes one value per token."""
 
     def _build_module(self) -> Any:
@@ -484,7 +484,7 @@ class ValueEngine(RaylightEngine):
         hf_config.num_labels, hf_config.classifier_dropout = 1, 0.0
         return super()._build_module()
 
-    def _build_lora_module(self, module: Any) -> Any:
+    def _build_lora_module(self, module: Any) -> object:
         """Add the adapter to the base model. The new head is trained in full."""
         import peft
 

@@ -22,7 +22,7 @@ class LocalEngine(RaylightEngine):
         module: causal language model of transformers, to which the adapter is added in place.
     """
 
-    def __init__(self, module: torch.nn.Module, learner: LearnerConfig, **configs: Any) -> None:
+    def __init__(self, module: torch.nn.Module, learner: LearnerConfig, **configs: object) -> None:
         super().__init__(learner, **configs)
         self.module: Any = module
         self._autocast_dtype = torch.float32

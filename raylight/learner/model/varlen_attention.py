@@ -36,7 +36,7 @@ def supports_varlen(config: Any, architecture: Any) -> bool:
     return architecture._supports_attention_backend and can_pack(config.get_text_config().to_dict())
 
 
-def row_bounds(lengths: list[int], device: torch.device) -> dict[str, Any]:
+def row_bounds(lengths: list[int], device: torch.device) -> dict[str, object]:
     """Return the arguments that tell a model where its packed rows begin and end.
 
     Args:
@@ -53,7 +53,7 @@ def row_bounds(lengths: list[int], device: torch.device) -> dict[str, Any]:
 
 
 def _attend(
-    module: Any,
+    module: object,
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
@@ -66,7 +66,7 @@ def _attend(
     max_length_q: int = 0,
     softcap: float | None = None,
     s_aux: torch.Tensor | None = None,
-    **options: Any,
+    **options: object,
 ) -> tuple[torch.Tensor, None]:
     """Return the output of an attention layer, shape (1, tokens, heads, head size).
 

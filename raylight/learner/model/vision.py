@@ -108,7 +108,7 @@ class ModelVision:
         if not shown:
             return {}
         self._shown, self._inside = shown, batch.image_tokens().to(ids.device)
-        found: dict[str, Any] = {"pixel_values": torch.zeros(1, device=ids.device)}  # see `_features`
+        found: dict[str, object] = {"pixel_values": torch.zeros(1, device=ids.device)}  # see `_features`
         if self._type_ids is not None:
             found[self._type_ids] = (self._inside & (ids == self._images.token_id)).long()
         grids = self._images.grids([self._image(sha256) for sha256 in shown])
@@ -139,7 +139,7 @@ class ModelVision:
 
     def _join_other_ranks(
         self, module: Any, args: Any, arguments: dict[str, Any]
-    ) -> tuple[Any, dict[str, Any]]:
+    ) -> tuple[object, dict[str, object]]:
         """Compute a blank image in a pass without images, whose features change nothing: the ranks gather the
         parameters of the vision part, and reduce their gradients, together. Without images in the mini-batch,
         those gradients are None on all ranks, and the optimizer leaves these parameters alone."""
@@ -189,7 +189,7 @@ class ModelVision:
             self._read[sha256] = read_image(self._files[sha256])
         return self._read[sha256]
 
-    def _features(self, pixel_values: torch.Tensor, *args: Any, **options: Any) -> Any:
+    def _features(self, pixel_values: torch.Tensor, *args: object, **options: object) -> object:
         """Return the features of the images of the pass. An engine that shares the module gets those of its
         own pixels."""
         shown, self._shown = self._shown, None
@@ -221,7 +221,7 @@ class ModelVision:
             **{name: tensor.to(device) for name, tensor in tensors.items()}, return_dict=True
         )
 
-    def _find_images(self, input_ids: torch.Tensor | None = None, *args: Any, **options: Any) -> Any:
+    def _find_images(self, input_ids: torch.Tensor | None = None, *args: object, **options: object) -> object:
         """Return the model's masks of the tokens of images, without tokens outside of them."""
         inside, self._inside = self._inside, None
         if inside is not None and input_ids is not None:

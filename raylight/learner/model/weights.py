@@ -108,7 +108,7 @@ def copy_to_numpy(tensors: dict[str, torch.Tensor]) -> dict[str, np.ndarray]:
     return {name: tensor.numpy().copy() for name, tensor in tensors.items()}
 
 
-def save_model(engine: Any, folder: str, adapter: LoraAdapter | None = None) -> None:
+def save_model(engine: object, folder: str, adapter: LoraAdapter | None = None) -> None:
     """Write the model in Hugging Face format to `folder`, atomically.
 
     With LoRA the adapter is merged into the model, and is also written to the subfolder `adapter` in peft's
@@ -217,7 +217,7 @@ def _write_adapter(tensors: dict[str, torch.Tensor], config: Any, folder: str) -
     inference_config.save_pretrained(folder)
 
 
-def _to_json(value: Any) -> Any:
+def _to_json(value: object) -> object:
     """Convert a set to a sorted list and an enum to its value."""
     if isinstance(value, set):
         return sorted(value)

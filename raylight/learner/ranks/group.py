@@ -159,7 +159,7 @@ class LearnerGroup(Learner):
     async def row_records(self) -> list[RowRecord]:
         return [record for records in await self._call("row_records") for record in records]
 
-    def _put_shards(self, batch: TrainBatch) -> list[Any]:
+    def _put_shards(self, batch: TrainBatch) -> list[object]:
         """Put each rank's shard into the object store; the ranks of a sequence-parallel group share one."""
         assert self._setup_args is not None, "an update follows a setup"
         ranks, settings = self._config.n // self._config.ulysses, self._setup_args[1]
@@ -273,7 +273,7 @@ class LearnerGroup(Learner):
         finally:
             await cancel_all(calls)
 
-    async def _idle_s(self, method: str, calls: dict[asyncio.Future[Any], int]) -> float:
+    async def _idle_s(self, method: str, calls: dict[asyncio.Future[object], int]) -> float:
         """Return the seconds since any rank made progress whose call is not done; infinity if one does not
         respond."""
         ranks = [rank for call, rank in calls.items() if not call.done()]
@@ -287,7 +287,7 @@ class LearnerGroup(Learner):
         await cancel_all(requests)
         return math.inf if math.inf in idle else min(idle, default=0.0)
 
-    async def _root_cause(self, calls: dict[asyncio.Future[Any], int]) -> tuple[int, BaseException]:
+    async def _root_cause(self, calls: dict[asyncio.Future[object], int]) -> tuple[int, BaseException]:
         """Return the rank that failed first and its error.
 
         A rank that only lost a peer often fails before the driver receives the peer's error, so that is

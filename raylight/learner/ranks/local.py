@@ -115,7 +115,7 @@ class LocalLearner(Learner):
         """Return the current version and the adapter."""
         return await self._engine.run_between_steps(self._rank.export_adapter)
 
-    async def save(self, folder: str, adapters: Mapping[str, Any] | None = None) -> None:
+    async def save(self, folder: str, adapters: Mapping[str, object] | None = None) -> None:
         """Write the model in Hugging Face format, and the adapter to its subfolder `adapter`."""
         await self._engine.run_between_steps(lambda: self._rank.save(folder))
 

@@ -74,7 +74,7 @@ class SimulatedLearner(Learner):
         """Raise ConfigError: the learner has no adapter."""
         raise ConfigError("a simulated learner has no adapter; leave learner.lora out")
 
-    async def save(self, folder: str, adapters: Mapping[str, Any] | None = None) -> None:
+    async def save(self, folder: str, adapters: Mapping[str, object] | None = None) -> None:
         """Make the folder, which stays empty."""
         await asyncio.to_thread(os.makedirs, folder, exist_ok=True)
 

@@ -56,7 +56,7 @@ def collect(policy: TrainedModel | PolicySet) -> Tensors:
     return tensors | {PLAIN: document(plain)}
 
 
-def load(policy: TrainedModel | PolicySet, url: str, group: Any = None) -> None:
+def load(policy: TrainedModel | PolicySet, url: str, group: object = None) -> None:
     """Load a training state into the policy. A collective.
 
     The random number generators continue if the state has as many ranks as there are now; otherwise each rank
@@ -127,7 +127,7 @@ def _is_of_model(name: str) -> bool:
     return name.endswith(f"/{PLAIN}") and name.count("/") == 1
 
 
-def load_weights(engine: Any, url: str, model: str = "") -> None:
+def load_weights(engine: object, url: str, model: str = "") -> None:
     """Load the trained parameters of the policy, without its optimizer. A collective.
 
     Args:
@@ -140,7 +140,7 @@ def load_weights(engine: Any, url: str, model: str = "") -> None:
     reader.read(_parameters(reader, f"{model}/policy" if model else "policy", engine))
 
 
-def _parameters(reader: StateReader, engine_name: str, engine: Any) -> Tensors:
+def _parameters(reader: StateReader, engine_name: str, engine: object) -> Tensors:
     """Return the trained parameters by their names in the state.
 
     Raises:

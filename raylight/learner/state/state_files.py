@@ -64,7 +64,7 @@ class HostCopies:
         return copies
 
 
-def write(tensors: Tensors, url: str, group: Any = None) -> None:
+def write(tensors: Tensors, url: str, group: object = None) -> None:
     """Write a rank's tensors to a folder or URL. A collective of the group's ranks.
 
     Raises:
@@ -88,7 +88,7 @@ class StateReader:
         OSError: the index cannot be read.
     """
 
-    def __init__(self, url: str, group: Any = None) -> None:
+    def __init__(self, url: str, group: object = None) -> None:
         self._url, self._storage, self._group = url, _IndexedReader(url), group
         stored = self._storage.index.state_dict_metadata
         self.tensors = {
@@ -138,7 +138,7 @@ class StateReader:
         return parse_document(content)
 
 
-def document(value: Any) -> torch.Tensor:
+def document(value: object) -> torch.Tensor:
     """Return JSON as a tensor of bytes."""
     return torch.tensor(list(json.dumps(value).encode()), dtype=torch.uint8)
 
@@ -172,12 +172,12 @@ class _IndexedReader(FsspecReader):
         except (EOFError, pickle.UnpicklingError):
             raise _damage(str(self.path)) from None
 
-    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+    def read_metadata(self, *args: object, **kwargs: object) -> Metadata:
         return self.index
 
 
 class _IndexUnpickler(pickle.Unpickler):
-    def find_class(self, module: str, name: str) -> Any:
+    def find_class(self, module: str, name: str) -> object:
         if name not in INDEX_CLASSES.get(module, ()):
             raise CheckpointError(
                 f"the index of the training state contains {module}.{name}, as no state does: the file is "

@@ -185,7 +185,7 @@ class MicroBatch:
         """
         return {"input_ids": pad_sequence(self._sequences(), batch_first=True).to(self.device)}
 
-    def packed_inputs(self) -> dict[str, Any]:
+    def packed_inputs(self) -> dict[str, object]:
         """Return verl's input for a packed pass."""
         offsets = torch.tensor(self._offsets, device=self.device)
 

@@ -88,7 +88,7 @@ class LogprobHead:
         layer: torch.nn.Module = self._head
         return layer
 
-    def _forward(self, *args: Any, sampled: TargetTokens | None = None, **inputs: Any) -> Any:
+    def _forward(self, *args: object, sampled: TargetTokens | None = None, **inputs: object) -> Any:
         """Return flat tensors `log_probs`, and those of `entropy`, `sum_pi_squared` and `divergence` that are
         wanted, of the sampled tokens, and `router_logits` of all tokens, shape (layers, tokens, experts); or
         only `hidden`."""
@@ -113,7 +113,7 @@ class LogprobHead:
             found["router_logits"] = torch.stack(output.router_logits)
         return {name: values for name, values in found.items() if values is not None}
 
-    def _chunked(self, hidden: torch.Tensor, sampled: TargetTokens | None = None) -> Any:
+    def _chunked(self, hidden: torch.Tensor, sampled: TargetTokens | None = None) -> object:
         if sampled is None:
             return self._head_forward(hidden)
         chunk = self._chunk or chunk_tokens(self._vocabulary, hidden.device)
@@ -143,7 +143,7 @@ class LogprobHead:
             return self._own_forward(inputs_embeds=hidden[None], use_cache=False).logits[0]
 
     @contextlib.contextmanager
-    def _replaced(self, functions: dict[str, Callable[..., Any]]) -> Iterator[None]:
+    def _replaced(self, functions: dict[str, Callable[..., object]]) -> Iterator[None]:
         """Replace the calls of children of the model by functions."""
         modules = self._model._modules
         own = {name: modules[name] for name in functions}
@@ -160,7 +160,7 @@ class _ReplacedModule:
     The function also replaces its submodules: OPT calls the decoder of its transformer.
     """
 
-    def __init__(self, module: torch.nn.Module, call: Callable[..., Any]) -> None:
+    def __init__(self, module: torch.nn.Module, call: Callable[..., object]) -> None:
         self._module, self._call = module, call
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:

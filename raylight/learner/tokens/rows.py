@@ -5,7 +5,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -85,7 +85,7 @@ def build_rows(packed: PackedRows, owners: Sequence[int]) -> dict[int, TrainRow]
     """
     lengths, none = packed.response_lengths, [None] * len(packed.indices)
 
-    def split(values: Any, dtype: torch.dtype) -> Sequence[torch.Tensor | None]:
+    def split(values: object, dtype: torch.dtype) -> Sequence[torch.Tensor | None]:
         return none if values is None else _split(values, dtype, lengths)
 
     starts = packed.prompt_lengths
@@ -120,7 +120,7 @@ def _split_sets(joined: TokenSets, lengths: list[int]) -> list[TokenSets | None]
     return [part if len(part.values) else None for part in joined.split(lengths)]
 
 
-def _split(values: Any, dtype: torch.dtype, lengths: Iterable[int]) -> tuple[torch.Tensor, ...]:
+def _split(values: object, dtype: torch.dtype, lengths: Iterable[int]) -> tuple[torch.Tensor, ...]:
     return torch.tensor(values, dtype=dtype).split(list(lengths))
 
 

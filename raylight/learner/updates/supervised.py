@@ -108,13 +108,17 @@ class SupervisedModel(TrainedModel):
         return values.cpu()
 
 
-def answer_loss(outputs: dict[str, torch.Tensor], batch: MicroBatch) -> tuple[torch.Tensor, dict[str, Any]]:
+def answer_loss(
+    outputs: dict[str, torch.Tensor], batch: MicroBatch
+) -> tuple[torch.Tensor, dict[str, object]]:
     """Return a micro-batch's part of the mean negative log-prob of all learned tokens."""
     loss = -outputs["log_probs"].where(batch.mask, 0.0).sum() * (batch.dp_size / batch.tokens)
     return loss, {"loss": verl.Metric("sum", loss)}
 
 
-def weighted_loss(outputs: dict[str, torch.Tensor], batch: MicroBatch) -> tuple[torch.Tensor, dict[str, Any]]:
+def weighted_loss(
+    outputs: dict[str, torch.Tensor], batch: MicroBatch
+) -> tuple[torch.Tensor, dict[str, object]]:
     """Return the sum of the log-probs, or of a reward model's scores, times the negative weights of their
     tokens."""
     weighted = -batch.matrix("advantages") * outputs["log_probs" if "log_probs" in outputs else "values"]
