@@ -134,7 +134,7 @@ async def call_group_reward(function: GroupReward, group: list[GroupRollout]) ->
         raise GroupRewardError(f"the group reward {title} returned a wrong reward: {error}") from None
 
 
-async def run_plain(function: Callable[..., Any], *args: Any) -> Any:
+async def run_plain(function: Callable[..., object], *args: object) -> Any:
     """Return the result of a plain function, which a daemon thread calls."""
     result, error = await AgentThreads().run(function, *args)
     if error is not None:

@@ -139,7 +139,7 @@ def find_json(text: str) -> Any:
     return found
 
 
-def as_score(value: Any) -> float:
+def as_score(value: object) -> float:
     """Return a score of 0 to 1.
 
     Raises:

@@ -22,7 +22,7 @@ class RolloutTerm:
         function: function from a rollout to its reward.
     """
 
-    def __init__(self, function: Callable[[GroupRollout], Any], title: str | None = None) -> None:
+    def __init__(self, function: Callable[[GroupRollout], object], title: str | None = None) -> None:
         if not callable(function) or inspect.iscoroutinefunction(function):
             raise ConfigError(f"each_rollout takes a plain function of one rollout, not {function!r:.80}")
         self._function = function
@@ -32,7 +32,7 @@ class RolloutTerm:
         return [self._function(rollout) for rollout in group]
 
 
-def each_rollout(function: Callable[[GroupRollout], Any]) -> RolloutTerm:
+def each_rollout(function: Callable[[GroupRollout], object]) -> RolloutTerm:
     """Return a group reward that calls a function of one rollout for each; also a decorator."""
     return RolloutTerm(function)
 
@@ -167,5 +167,5 @@ class RewardSum:
         return {"total": total} | others | values
 
 
-def _is_weight(value: Any) -> bool:
+def _is_weight(value: object) -> bool:
     return isinstance(value, int | float) and abs(value) <= MAX_FACTOR
