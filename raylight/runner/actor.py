@@ -41,7 +41,7 @@ class RunnerPayload:
     gateway_hosts: tuple[str, ...] = ()
     """Hosts of the run's models, which agents call without a proxy."""
 
-    def pickle(self) -> Any:
+    def pickle(self) -> object:
         """Return the pickled payload; a large one as a reference to Ray's object store.
 
         Ray ends a driver that holds objects of a node which leaves the cluster, if it is the driver's own

@@ -74,7 +74,7 @@ async def _execute(
     rollout: Rollout,
     resources: NamedResources,
     trace: AttemptTrace,
-    hook_args: dict[str, Any],
+    hook_args: dict[str, object],
     find_truncation: FindTruncation | None,
 ) -> Outcome:
     reward_spans: list[Span] = []
@@ -103,7 +103,7 @@ async def _execute(
 
 async def _call_end_hooks(
     hooks: HookDispatcher,
-    hook_args: dict[str, Any],
+    hook_args: dict[str, object],
     trace: AttemptTrace,
     outcome: Outcome,
     reward_spans: list[Span],
@@ -184,7 +184,7 @@ async def _call(
         return None, error
 
 
-async def _cancel_agent(work: asyncio.Task[Any], threads: AgentThreads) -> None:
+async def _cancel_agent(work: asyncio.Task[object], threads: AgentThreads) -> None:
     """Cancel the agent. An agent that ignores the cancellation is abandoned, and counted until it ends."""
     work.cancel()
     try:

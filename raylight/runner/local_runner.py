@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import secrets
 from collections.abc import Iterator, Sequence
-from typing import Any, Generic, Self, TypeVar
+from typing import Generic, Self, TypeVar
 
 from raylight.agent.hooks import Hook, HookDispatcher
 from raylight.agent.litagent import LitAgent, TrainerView
@@ -112,7 +112,7 @@ class LitAgentRunner(Generic[Task]):
         return finished
 
 
-def _called_directly(name: str, resource: Any) -> Any:
+def _called_directly(name: str, resource: object) -> object:
     """Return a resource as the agent uses it without a model that raylight serves."""
     if not isinstance(resource, LLM) or resource.tokenizer_only:
         return resource

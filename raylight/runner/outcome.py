@@ -140,7 +140,7 @@ def _status_code(error: BaseException) -> int | None:
     return None
 
 
-def _read(holder: Any, name: str) -> Any:
+def _read(holder: object, name: str) -> Any:
     """Return an attribute; None if it does not exist or was not set."""
     with contextlib.suppress(Exception):  # httpx raises a RuntimeError
         return getattr(holder, name, None)
@@ -165,7 +165,7 @@ class Outcome:
 CANCELLED = Outcome("failed", Failure(kind="cancelled", error="Cancelled: the attempt is obsolete"))
 
 
-def read_result(returned: Any, clock: Callable[[], float]) -> list[Span]:
+def read_result(returned: object, clock: Callable[[], float]) -> list[Span]:
     """Convert the return value of an agent to spans.
 
     Args:

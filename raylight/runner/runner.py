@@ -17,7 +17,7 @@ import logging
 import resource
 import time
 from collections.abc import Awaitable, Callable
-from typing import Any, Literal
+from typing import Literal
 from urllib.parse import urlsplit
 
 import psutil
@@ -339,7 +339,7 @@ def _encoded_metadata(rollout: Rollout) -> bytes:
     Raises:
         TypeError: it is not a dict with string keys any more.
     """
-    metadata: Any = rollout.metadata
+    metadata: object = rollout.metadata
     if not isinstance(metadata, dict) or not all(isinstance(key, str) for key in metadata):
         raise TypeError(f"rollout.metadata must remain a dict with string keys; it is now {metadata!r:.80}")
     return encode_payload(metadata, "rollout.metadata")
