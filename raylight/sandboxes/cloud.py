@@ -85,7 +85,7 @@ class CloudSandbox(ExecSandbox):
         *,
         gateway_url: str | None = None,
         lifetime_s: int = 3600,
-        arguments: Mapping[str, Any] | None = None,
+        arguments: Mapping[str, object] | None = None,
     ) -> None:
         super().__init__(image, limits)
         self.require_image("NAME")

@@ -258,7 +258,7 @@ async def bundle_files(
     return await asyncio.to_thread(collect)
 
 
-def resolve_files(source: FileSource | None, task: Any) -> FileTree | None:
+def resolve_files(source: FileSource | None, task: object) -> FileTree | None:
     """Return the files for a task."""
     return source(task) if callable(source) else source
 
@@ -277,7 +277,7 @@ def _relative(name: str) -> str:
     return normal
 
 
-def _as_bytes(name: str, content: Any) -> bytes:
+def _as_bytes(name: str, content: object) -> bytes:
     if isinstance(content, str):
         return content.encode()
     if isinstance(content, bytes):

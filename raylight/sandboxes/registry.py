@@ -115,7 +115,7 @@ class SandboxPool:
             weakref.WeakKeyDictionary()
         )
 
-    def __reduce__(self) -> tuple[Any, ...]:
+    def __reduce__(self) -> tuple[object, ...]:
         return SandboxPool, (self._max_sandboxes,)
 
     @contextlib.asynccontextmanager
