@@ -282,7 +282,7 @@ class CapturedRequest:
         return records_of(context, answer, model, end_time, self._first_piece_time, delivered)
 
 
-def model_of(body: Mapping[str, Any], default: str) -> str:
+def model_of(body: Mapping[str, object], default: str) -> str:
     """Return the model that a request asks for; engines reject the names that they do not know."""
     return name if isinstance(name := body.get("model"), str) and name else default
 

@@ -14,7 +14,7 @@ import logging
 import time
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import replace
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import msgspec
 from cachetools import LRUCache
@@ -298,7 +298,7 @@ def count_choices(body: JsonObject, chat: bool) -> int:
     return count
 
 
-def _digest(body: Mapping[str, Any]) -> str:
+def _digest(body: Mapping[str, object]) -> str:
     """Return a hash by which equal requests are recognized, streamed or not."""
     fields = {name: value for name, value in body.items() if name not in ("stream", "stream_options")}
     return hashlib.blake2b(msgspec.json.encode(fields, order="deterministic"), digest_size=16).hexdigest()

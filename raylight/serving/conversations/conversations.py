@@ -133,7 +133,7 @@ class Conversations:
 
     def __init__(
         self,
-        tokenizer: Any,
+        tokenizer: object,
         capacity_bytes: int = CAPACITY,
         template_kwargs: Mapping[str, Any] | None = None,
         *,
@@ -211,7 +211,7 @@ class Conversations:
         return blake2b(sent.root + digests, digest_size=16).digest()
 
     def remember(
-        self, sent: SentConversation, message: Mapping[str, Any], tokens: IntArray, prompt_length: int
+        self, sent: SentConversation, message: Mapping[str, object], tokens: IntArray, prompt_length: int
     ) -> None:
         """Store the conversation of a request and its answer, replacing an equal one.
 
@@ -250,7 +250,7 @@ class Conversations:
         """Drop all conversations of an attempt, of all its agents."""
         self._attempts.pop(_attempt_key(scope), None)
 
-    def knows(self, sent: SentConversation, message: Mapping[str, Any]) -> bool:
+    def knows(self, sent: SentConversation, message: Mapping[str, object]) -> bool:
         """True if the conversation of a request's messages and its answer is stored."""
         answer = _answer_form(message)
         steps = self._walk(sent)
@@ -388,7 +388,7 @@ def _attempt_key(scope: AttemptScope) -> tuple[str, str]:
     return scope.rollout_id, scope.attempt_id
 
 
-def _answer_form(message: Mapping[str, Any]) -> MessageForm | None:
+def _answer_form(message: Mapping[str, object]) -> MessageForm | None:
     try:
         return answer_form(message)
     except UnsupportedMessage:
@@ -401,7 +401,7 @@ def _last_sampled(steps: Sequence[StoredTurn], messages: int) -> int:
     return next((n for n in indices if steps[n].prefix is not None), -1)
 
 
-def _changes_prompt(body: Mapping[str, Any]) -> bool:
+def _changes_prompt(body: Mapping[str, object]) -> bool:
     return (
         any(body.get(name) for name in PROMPT_FIELDS)
         or body.get("add_generation_prompt") is False

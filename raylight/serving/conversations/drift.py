@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Sequence
-from typing import Any
 
 from raylight.serving.conversations.message_forms import MessageForm
 from raylight.serving.conversations.turn_tree import Branches, StoredTurn
@@ -43,7 +42,7 @@ def diagnose(branches: Branches, index: int, forms: Sequence[MessageForm]) -> Hi
     return _changed_before(known, below[forms[known].digest], index, forms)
 
 
-def describe_tools(was: Any, sent: Any) -> HistoryNote:
+def describe_tools(was: object, sent: object) -> HistoryNote:
     """Return a note of the tools that were added, removed or changed."""
     before, after = _by_name(was), _by_name(sent)
     changes = [
@@ -127,7 +126,7 @@ def _descendants(branches: Branches) -> Iterator[tuple[int, StoredTurn, StoredTu
         depth += 1
 
 
-def _by_name(tools: Any) -> JsonObject:
+def _by_name(tools: object) -> JsonObject:
     named: JsonObject = {}
     for tool in tools if isinstance(tools, list) else []:
         function = tool.get("function", tool) if isinstance(tool, dict) else None

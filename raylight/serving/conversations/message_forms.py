@@ -61,7 +61,7 @@ class MessageForm:
         return digest_of([self.role, text, self.calls, self.others, *images])
 
 
-def digest_of(value: Any) -> bytes:
+def digest_of(value: object) -> bytes:
     """Return a hash of a JSON value that does not depend on the order of keys.
 
     Raises:
@@ -74,14 +74,14 @@ def digest_of(value: Any) -> bytes:
     return blake2b(text, digest_size=16).digest()
 
 
-def message_forms(messages: Sequence[Any]) -> list[MessageForm]:
+def message_forms(messages: Sequence[object]) -> list[MessageForm]:
     """Return the canonical forms of a conversation's messages.
 
     Raises:
         UnsupportedMessage: one of them has other content than text and images, or is not a message.
     """
     forms: list[MessageForm] = []
-    call_indices: dict[Any, int] = {}
+    call_indices: dict[object, int] = {}
     for message in messages:
         if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
             raise UnsupportedMessage("a message without a role")
@@ -93,7 +93,7 @@ def message_forms(messages: Sequence[Any]) -> list[MessageForm]:
     return forms
 
 
-def answer_form(message: Mapping[str, Any]) -> MessageForm:
+def answer_form(message: Mapping[str, object]) -> MessageForm:
     """Return the form of an assistant message: its text and calls. Reasoning and other keys do not count.
 
     Raises:
@@ -113,7 +113,7 @@ def collapse(text: str) -> str:
     return " ".join(text.split())
 
 
-def text_of(content: Any) -> str:
+def text_of(content: object) -> str:
     """Return the text of a message's content, which is a string, a list of text parts, or None.
 
     Raises:
@@ -128,7 +128,7 @@ def text_of(content: Any) -> str:
     return "\n".join(text for part in content if (text := _text_of_part(part)) is not None)
 
 
-def arguments_of(arguments: Any) -> Any:
+def arguments_of(arguments: object) -> object:
     """Decode the arguments of a tool call.
 
     Text that is not JSON is returned without its outer white space.
@@ -141,7 +141,7 @@ def arguments_of(arguments: Any) -> Any:
         return arguments.strip()
 
 
-def _input_form(message: Mapping[str, Any], call_indices: Mapping[Any, int]) -> MessageForm:
+def _input_form(message: Mapping[str, Any], call_indices: Mapping[object, int]) -> MessageForm:
     rest = {
         key: value
         for key, value in message.items()
@@ -154,7 +154,7 @@ def _input_form(message: Mapping[str, Any], call_indices: Mapping[Any, int]) -> 
     return MessageForm(message["role"], text.strip(), (), others, images)
 
 
-def _content_of(content: Any) -> tuple[str, Sequence[list[Any]]]:
+def _content_of(content: object) -> tuple[str, Sequence[list[object]]]:
     """Return the text of a message's content, and its images as `MessageForm.images` has them.
 
     Raises:
@@ -162,8 +162,8 @@ def _content_of(content: Any) -> tuple[str, Sequence[list[Any]]]:
     """
     if not isinstance(content, list) or not any(image_url_of(part) is not None for part in content):
         return text_of(content), ()
-    texts: list[Any] = []
-    images: list[list[Any]] = []
+    texts: list[object] = []
+    images: list[list[object]] = []
     for part in content:
         if (url := image_url_of(part)) is None:
             texts.append(part)
@@ -174,7 +174,7 @@ def _content_of(content: Any) -> tuple[str, Sequence[list[Any]]]:
     return text_of(texts), images
 
 
-def _canonical_call(call: Any) -> list[Any]:
+def _canonical_call(call: Any) -> list[object]:
     function = call.get("function") if isinstance(call, Mapping) else None
     if not isinstance(function, Mapping) or not isinstance(call.get("id"), str | None):
         raise UnsupportedMessage("a tool call that is not a function call")

@@ -131,10 +131,10 @@ class Renderer:
     def extend(
         self,
         tokens: Sequence[int],
-        messages: Sequence[Mapping[str, Any]],
+        messages: Sequence[Mapping[str, object]],
         answer_index: int,
-        tools: Any = None,
-        template_kwargs: Mapping[str, Any] | None = None,
+        tools: object = None,
+        template_kwargs: Mapping[str, object] | None = None,
         files: Mapping[str, Image] | None = None,
     ) -> list[int]:
         """Return a conversation's tokens, extended by the messages after `messages[answer_index]`.
@@ -180,10 +180,10 @@ class Renderer:
 
     def _read(
         self,
-        messages: Sequence[Mapping[str, Any]],
+        messages: Sequence[Mapping[str, object]],
         answer_index: int,
-        tools: Any,
-        template_kwargs: Mapping[str, Any] | None,
+        tools: object,
+        template_kwargs: Mapping[str, object] | None,
         files: Mapping[str, Image] | None = None,
     ) -> _TemplateInput:
         kwargs = dict(template_kwargs or {})
@@ -345,7 +345,7 @@ class Renderer:
             ]
         return converted
 
-    def _input_content(self, message: Mapping[str, Any]) -> Any:
+    def _input_content(self, message: Mapping[str, Any]) -> object:
         content = message.get("content")
         if any(image_url_of(part) for part in content or ()):
             if self._images is None:
@@ -354,7 +354,7 @@ class Renderer:
             return self._images.template_content(parts)
         return self._content(message["role"], text_of(content))
 
-    def _content(self, role: str, text: str) -> Any:
+    def _content(self, role: str, text: str) -> object:
         """Return content as text, or as parts for a template that reads parts.
 
         Tool results and empty content are always text, except for a model with images, whose engine passes

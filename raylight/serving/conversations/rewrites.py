@@ -132,7 +132,7 @@ def remainder(text: str, beginning: str) -> str | None:
     return text[position:]
 
 
-def calls_in_text(text: str) -> list[list[Any]]:
+def calls_in_text(text: str) -> list[list[object]]:
     """Return names and arguments of the calls that a text consists of, after a label of one line; [] for
     other texts.
 
@@ -150,14 +150,14 @@ def calls_in_text(text: str) -> list[list[Any]]:
         return []
 
 
-def _literals(body: str) -> Iterator[Any]:
+def _literals(body: str) -> Iterator[object]:
     """Yield the values that a text consists of: JSON values, or one Python literal.
 
     Raises:
         ValueError, TypeError, SyntaxError: it is something else.
     """
     decoder, position = json.JSONDecoder(), 0
-    values: list[Any] = []
+    values: list[object] = []
     try:
         while position < len(body):
             value, end = decoder.raw_decode(body, position)
@@ -183,7 +183,7 @@ def _call(item: Any) -> list[Any]:
     return [function.get("name"), decoded]
 
 
-def _digest(calls: Sequence[list[Any]]) -> bytes | None:
+def _digest(calls: Sequence[list[object]]) -> bytes | None:
     try:
         return digest_of(calls)
     except UnsupportedMessage:

@@ -66,10 +66,10 @@ def build_application(settings: ReplicaSettings, env: dict[str, str]) -> serve.A
     )
 
 
-def one_actor(config: EngineConfig) -> dict[str, Any]:
+def one_actor(config: EngineConfig) -> dict[str, object]:
     """Return Serve's options of an engine that lives in one actor per replica."""
     actor = {"num_cpus": config.num_cpus, "num_gpus": config.num_gpus, "resources": config.resources}
-    options: dict[str, Any] = {"ray_actor_options": actor}
+    options: dict[str, object] = {"ray_actor_options": actor}
     if config.num_gpus:
         options["placement_group_bundles"] = [
             {"CPU": config.num_cpus, "GPU": config.num_gpus, **config.resources}
@@ -102,7 +102,7 @@ def check_node_size(config: EngineConfig, nodes: list[dict[str, float]]) -> None
 def common_options(settings: ReplicaSettings) -> dict[str, Any]:
     """Deployment options that do not depend on the engine."""
     config = settings.config
-    options: dict[str, Any] = {
+    options: dict[str, object] = {
         # bodies that arrive are counted too: without room for them, half-sent ones would lock out everybody
         "max_ongoing_requests": config.max_concurrent + config.max_waiting + MAX_ARRIVING,
         "graceful_shutdown_timeout_s": max(config.drain_timeout_s, MIN_SHUTDOWN_S),

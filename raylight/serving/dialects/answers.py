@@ -51,7 +51,7 @@ class _Piece(msgspec.Struct):
     """The part of a choice in a chunk, as far as it is read."""
 
     index: Any = 0
-    delta: Any = None
+    delta: object = None
     text: Any = None
     finish_reason: Any = None
 

@@ -33,7 +33,7 @@ _PROBLEMS: LRUCache[bytes, str | None] = LRUCache(CACHED_SCHEMAS)
 """Faults of schemas, by their digests."""
 
 
-def check_tools(tools: Any) -> None:
+def check_tools(tools: object) -> None:
     """Check the names and the schemas of a request's function tools. Engines check the rest of their form.
 
     Raises:
@@ -56,7 +56,7 @@ def check_tools(tools: Any) -> None:
             _check_parameters(f"{path}.parameters", name, schema, encoded if checked <= MAX_CHECKED else None)
 
 
-def check_response_format(response_format: Any) -> None:
+def check_response_format(response_format: object) -> None:
     """Check the schema of a request's answer.
 
     Raises:
@@ -69,7 +69,7 @@ def check_response_format(response_format: Any) -> None:
         raise RequestError(f"response_format.json_schema.schema: it is no valid JSON schema: {problem}")
 
 
-def _check_parameters(path: str, name: Any, schema: Any, encoded: bytes | None) -> None:
+def _check_parameters(path: str, name: object, schema: object, encoded: bytes | None) -> None:
     if not isinstance(schema, dict):
         raise RequestError(
             f"{path}: the schema of tool {name!r:.200} must be an object, not {type(schema).__name__}"
@@ -83,7 +83,7 @@ def _check_parameters(path: str, name: Any, schema: Any, encoded: bytes | None) 
         raise RequestError(f"{path}: the schema of tool {name!r:.200} is no valid JSON schema: {problem}")
 
 
-async def check_large_schemas(body: Mapping[str, Any]) -> None:
+async def check_large_schemas(body: Mapping[str, object]) -> None:
     """Check a request's schemas in a thread if they are large, so that the other checks find the results.
 
     Schemas of `MAX_CHECKED` bytes take half a second, during which other requests would wait.
@@ -102,12 +102,12 @@ async def check_large_schemas(body: Mapping[str, Any]) -> None:
         _PROBLEMS.update(zip(new, problems, strict=True))
 
 
-def _schema_of(response_format: Any) -> Any:
+def _schema_of(response_format: object) -> object:
     json_schema = response_format.get("json_schema") if isinstance(response_format, dict) else None
     return json_schema.get("schema") if isinstance(json_schema, dict) else None
 
 
-def _parameters_of(tool: Any) -> Any:
+def _parameters_of(tool: object) -> object:
     function = tool.get("function") if isinstance(tool, dict) else None
     return function.get("parameters") if isinstance(function, dict) else None
 
@@ -162,7 +162,7 @@ class SystemMessages:
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
 
-    def place(self, messages: Any) -> Any:
+    def place(self, messages: object) -> Any:
         """Return a request's messages with system messages in their places; the same list if they are."""
         if not isinstance(messages, list):
             return messages
@@ -211,7 +211,7 @@ def _message(role: str, content: str) -> dict[str, str]:
     return {"role": role, "content": content}
 
 
-def _is_system(message: Any) -> bool:
+def _is_system(message: object) -> bool:
     return isinstance(message, dict) and message.get("role") == "system"
 
 
@@ -253,7 +253,7 @@ class ChatNormalizer:
         tokenizer: tokenizer with this template; None leaves messages as they are.
     """
 
-    def __init__(self, template: str | None, tokenizer: Any = None) -> None:
+    def __init__(self, template: str | None, tokenizer: object = None) -> None:
         self._template = template
         self._system = None if tokenizer is None else SystemMessages(tokenizer)
         self._read = _variables(template or "")
@@ -304,7 +304,7 @@ class ChatNormalizer:
             kept.pop("chat_template_kwargs")
         return kept | ({"chat_template_kwargs": variables} if variables else {})
 
-    def _set(self, variables: JsonObject, names: tuple[str, ...], value: Any) -> bool:
+    def _set(self, variables: JsonObject, names: tuple[str, ...], value: object) -> bool:
         """Set the first of some variables that the template reads; return False if it reads none of them."""
         name = next((name for name in names if name in self._read), None)
         if name is not None:
@@ -322,13 +322,13 @@ def _variables(template: str) -> frozenset[str]:
     return VARIABLES & read
 
 
-def _is_hint(name: str, value: Any) -> bool:
+def _is_hint(name: str, value: object) -> bool:
     """Return True if a field is a hint in a form that is understood; others are left to the engine."""
     forms = {"reasoning": dict, "thinking": dict | bool, "enable_thinking": bool}
     return name in HINTS and (value is None or isinstance(value, forms.get(name, object)))
 
 
-def _efforts(body: Mapping[str, Any]) -> JsonObject:
+def _efforts(body: Mapping[str, object]) -> JsonObject:
     """Return the efforts of reasoning that a request asks for; None if its `reasoning` names none."""
     efforts = {}
     if body.get("reasoning_effort") is not None:
@@ -338,14 +338,14 @@ def _efforts(body: Mapping[str, Any]) -> JsonObject:
     return efforts
 
 
-def _is_enabled(thinking: Any) -> bool | None:
+def _is_enabled(thinking: object) -> bool | None:
     """Return True if a `thinking` setting, in the form of Anthropic and LiteLLM, allows thinking."""
     if isinstance(thinking, dict):
         return thinking.get("type") != "disabled"
     return thinking if isinstance(thinking, bool) else None
 
 
-def _thinking_budget(body: Mapping[str, Any]) -> int | None:
+def _thinking_budget(body: Mapping[str, object]) -> int | None:
     """Return the tokens of thinking that a `thinking` setting allows; None if it states none, or 0."""
     thinking = body.get("thinking")
     if not isinstance(thinking, dict) or thinking.get("type") == "disabled":
@@ -354,7 +354,7 @@ def _thinking_budget(body: Mapping[str, Any]) -> int | None:
     return budget if type(budget) is int and budget > 0 else None
 
 
-def _without_cache_hints(value: Any, places: Places) -> Any:
+def _without_cache_hints(value: object, places: Places) -> Any:
     """Return an object, or a list of them, without hints; the same one if it has none."""
     if isinstance(value, list):
         entries = [_without_cache_hints(entry, places) for entry in value]
@@ -405,7 +405,7 @@ def _without_empty_tools(body: JsonObject) -> JsonObject:
     return body if body.keys().isdisjoint(empty) else {k: v for k, v in body.items() if k not in empty}
 
 
-def _tool_name(tool: Any) -> str | None:
+def _tool_name(tool: object) -> str | None:
     function = tool.get("function") if isinstance(tool, dict) else None
     name = function.get("name") if isinstance(function, dict) else None
     return name if isinstance(name, str) else None

@@ -13,7 +13,7 @@ import json
 from base64 import urlsafe_b64encode
 from collections.abc import Container, Sequence
 from hashlib import blake2b
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from pydantic import BeforeValidator, ConfigDict, Discriminator, Field, Tag, model_validator
 
@@ -48,7 +48,7 @@ SIGNATURE = "raylight_"
 
 
 class CacheableBlock(RequestModel):
-    cache_control: Any = None
+    cache_control: object = None
 
 
 class MessagesTool(CacheableBlock):
@@ -79,7 +79,7 @@ class ProviderTool(RequestModel):
     name: str
 
 
-def _tool_tag(tool: Any) -> str:
+def _tool_tag(tool: object) -> str:
     """Return the tag of a tool's model; a tool needs no type."""
     kind = tool.get("type") if isinstance(tool, dict) else getattr(tool, "type", None)
     return "custom" if kind in (None, "custom") else "provider"
@@ -126,14 +126,14 @@ def as_function(tool: MessagesTool) -> JsonObject:
     return {"type": "function", "function": function}
 
 
-def _as_blocks(value: Any) -> Any:
+def _as_blocks(value: object) -> object:
     return [{"type": "text", "text": value}] if isinstance(value, str) else value
 
 
 class TextBlock(CacheableBlock):
     type: Literal["text"]
     text: str
-    citations: Annotated[list[Any], Field(max_length=0)] | None = None
+    citations: Annotated[list[object], Field(max_length=0)] | None = None
 
 
 class UrlSource(RequestModel):
@@ -170,7 +170,7 @@ class DocumentBlock(CacheableBlock):
     source: Annotated[TextSource | ContentSource, Field(discriminator="type")]
     title: str | None = None
     context: str | None = None
-    citations: Any = None
+    citations: object = None
     """Answers cite nothing."""
 
     @property
@@ -322,8 +322,8 @@ class CountTokensRequest(RequestModel):
         Annotated[AnyToolChoice | NamedToolChoice | NoToolChoice, Field(discriminator="type")] | None
     ) = None
     thinking: Annotated[EnabledThinking | OtherThinking, Field(discriminator="type")] | None = None
-    cache_control: Any = None
-    context_management: Any = None
+    cache_control: object = None
+    context_management: object = None
 
     def to_chat(self) -> JsonObject:
         """Return the fields of a chat request that make the same prompt."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from contextlib import suppress
 from sys import getsizeof
-from typing import Any
 
 from cachetools import LRUCache
 
@@ -200,7 +199,7 @@ class ResponsesStream(AnswerStream):
         done += [self._event(f"{part}.done", **position, part=one) for one in item.get("content", [])]
         return [*done, self._event("response.output_item.done", output_index=block.index, item=item)]
 
-    def _event(self, name: str, /, **fields: Any) -> Event:
+    def _event(self, name: str, /, **fields: object) -> Event:
         event = {"type": name, "sequence_number": self._sequence_number, **fields}
         self._sequence_number += 1
         return event
@@ -309,7 +308,7 @@ class ResponseHistory:
         return body | {"input": items}
 
 
-def _is_reference(item: Any) -> bool:
+def _is_reference(item: object) -> bool:
     return (
         isinstance(item, dict)
         and isinstance(item.get("id"), str)
@@ -324,7 +323,7 @@ def _missing(field: str, what: str) -> str:
     )
 
 
-def _size(value: Any) -> int:
+def _size(value: object) -> int:
     """Return the memory of messages, in bytes."""
     if isinstance(value, dict):
         return sum(map(_size, value.values())) + OVERHEAD

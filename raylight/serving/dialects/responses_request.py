@@ -124,7 +124,7 @@ class GivenTools:
         RequestError: 400, two tools have the same name.
     """
 
-    def __init__(self, tools: Sequence[tuple[str, Sequence[Any]]]) -> None:
+    def __init__(self, tools: Sequence[tuple[str, Sequence[object]]]) -> None:
         self.functions: list[JsonObject] = []
         self.dropped: list[str] = []
         self._by_name: dict[str, GivenTool] = {}
@@ -140,7 +140,7 @@ class GivenTools:
         """Return the paths of the tools in the request by those in its chat request."""
         return {f"tools[{i}].function": tool.path for i, tool in enumerate(self._by_name.values())}
 
-    def _add(self, tool: Any, path: str) -> None:
+    def _add(self, tool: object, path: str) -> None:
         if isinstance(tool, HostedTool):
             self.dropped.append(tool.type)
             return
@@ -207,7 +207,7 @@ class InputText(RequestModel):
 class OutputText(RequestModel):
     type: Literal["output_text"]
     text: str
-    annotations: Annotated[list[Any], Field(max_length=0)] = Field(default=[])
+    annotations: Annotated[list[object], Field(max_length=0)] = Field(default=[])
     logprobs: list[Any] | None = None
     """Log-probs of an earlier answer; ignored."""
     parsed: Any = None
@@ -223,7 +223,7 @@ class InputImage(RequestModel):
 Parts = list[Annotated[InputText | OutputText | InputImage, Field(discriminator="type")]]
 
 
-def _as_parts(value: Any) -> Any:
+def _as_parts(value: object) -> object:
     return [{"type": "input_text", "text": value}] if isinstance(value, str) else value
 
 
@@ -231,7 +231,7 @@ class ConversationItem(RequestModel):
     """An item of the input."""
 
     id: str | None = None
-    internal_chat_message_metadata_passthrough: Any = None
+    internal_chat_message_metadata_passthrough: object = None
     """Codex's notes on an item's origin; ignored."""
 
 
@@ -258,7 +258,7 @@ class FunctionCallItem(ConversationItem):
     namespace: str | None = None
     arguments: str
     status: Status | None = None
-    parsed_arguments: Any = None
+    parsed_arguments: object = None
     """The arguments as the SDK's `parse` read them, which the SDK sends back; ignored."""
 
 
@@ -318,7 +318,7 @@ SettingItem = AdditionalToolsItem | ConfigurationUpdateItem
 """Items without a message."""
 
 
-def _item_tag(item: Any) -> str:
+def _item_tag(item: object) -> str:
     """Return the tag of an item's model; a message needs no type."""
     kind = item.get("type", "message") if isinstance(item, dict) else getattr(item, "type", None)
     role = item.get("role") if isinstance(item, dict) else getattr(item, "role", None)
@@ -345,7 +345,7 @@ InputItem = Annotated[
 ]
 
 
-def as_items(value: Any) -> Any:
+def as_items(value: object) -> object:
     """Return the input as a list of items, each with its type. A string is a user's message."""
     if isinstance(value, str):
         return [{"type": "message", "role": "user", "content": value}]
@@ -515,7 +515,7 @@ class ResponsesStreamOptions(RequestModel):
     """Padding against an observer of the network; an answer has none."""
 
 
-def _as_object(choice: Any) -> Any:
+def _as_object(choice: object) -> object:
     """Turn a tool choice that is a string into an object, so that a wrong one is reported once."""
     return {"type": choice} if isinstance(choice, str) else choice
 
@@ -617,7 +617,7 @@ class ResponsesRequest(RequestModel):
     def echo(self) -> JsonObject:
         """Return the fields of a response that repeat its request."""
         choice = self.tool_choice
-        echoed_choice: Any = choice.type if choice else "auto"
+        echoed_choice: object = choice.type if choice else "auto"
         if isinstance(choice, OneToolChoice | AllowedToolsChoice):
             echoed_choice = choice.model_dump()
         return {

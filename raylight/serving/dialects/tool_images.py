@@ -83,7 +83,7 @@ class ToolImages:
             return ""
 
 
-def _is(message: Any, role: str) -> bool:
+def _is(message: object, role: str) -> bool:
     return isinstance(message, dict) and message.get("role") == role
 
 

@@ -128,7 +128,7 @@ class TranslationMiddleware:
     def __init__(
         self,
         app: ASGIApp,
-        tokenizer: Any = None,
+        tokenizer: object = None,
         count_dropped: Callable[[str], None] = lambda kind: None,
         keep_alive_s: float = KEEP_ALIVE_S,
         images: ImageReader | None = None,

@@ -137,7 +137,7 @@ class ErrorShapingSend:
         await self._send({"type": "http.response.body", "body": content})
 
 
-def _has_shape(value: Any, example: Any) -> bool:
+def _has_shape(value: object, example: object) -> bool:
     """Return True if a decoded value has the keys of an example, with values of its types.
 
     None in the example stands for any value.

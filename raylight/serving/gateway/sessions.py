@@ -288,7 +288,7 @@ def _parse(kind: type[Any], fields: JsonObject) -> Any:
         raise RequestError(f"{name:.100}: {reason}", param=f"{name:.100}") from None
 
 
-def _read_rewards(reward: Any) -> dict[str, float]:
+def _read_rewards(reward: object) -> dict[str, float]:
     """Return rewards by name, the one that is trained on first."""
     rewards = named_rewards(reward)
     if len(rewards) > MAX_REWARDS or not all(0 < len(name) <= MAX_NAME for name in rewards):
