@@ -93,7 +93,7 @@ def _decompress(data: bytes) -> IntArray:
     return np.ascontiguousarray(planes.T).view(np.int32).ravel().cumsum(dtype=np.int32)
 
 
-def _route_fields(routes: RouteArray, start: int) -> list[Any]:
+def _route_fields(routes: RouteArray, start: int) -> list[object]:
     """Return the routes from a token on, with its index, their type and their shape."""
     return [start, routes.dtype.str, *routes.shape[1:], routes[start:].tobytes()]
 

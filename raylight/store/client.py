@@ -106,7 +106,7 @@ class StoreClient(StoreReader):
         target: a StoreActor's handle, or a StoreService in this process.
     """
 
-    def __init__(self, target: Any) -> None:
+    def __init__(self, target: object) -> None:
         super().__init__(target)
         self._announcements = Channel(target)
         """Channel of calls that begin: their response waits for it, and must not wait for earlier records."""
@@ -132,7 +132,7 @@ class StoreClient(StoreReader):
 
     async def enqueue_rollout(
         self,
-        input: Any,
+        input: object,
         mode: RolloutMode | None = None,
         resources_id: str | None = None,
         config: RolloutConfig | None = None,
@@ -191,7 +191,7 @@ class StoreClient(StoreReader):
     async def update_rollout(
         self,
         rollout_id: str,
-        input: Any = UNSET,
+        input: object = UNSET,
         mode: RolloutMode | None = UNSET,
         resources_id: str | None = UNSET,
         status: RolloutStatus = UNSET,
@@ -199,7 +199,7 @@ class StoreClient(StoreReader):
         metadata: JsonObject | None = UNSET,
     ) -> RolloutState:
         """Change a rollout. The status "requeuing" runs a finished rollout again."""
-        passed: dict[str, Any] = {"mode": mode, "resources_id": resources_id, "status": status}
+        passed: dict[str, object] = {"mode": mode, "resources_id": resources_id, "status": status}
         values = {name: value for name, value in passed.items() if value is not UNSET}
         checked = {
             name: value
@@ -246,7 +246,7 @@ class StoreClient(StoreReader):
         failure: Failure | None = None,
     ) -> Attempt:
         """Change an attempt, or the "latest" one; the final status of the latest one decides the rollout."""
-        passed: dict[str, Any] = {
+        passed: dict[str, object] = {
             "worker_id": worker_id,
             "last_heartbeat_time": last_heartbeat_time,
             "metadata": metadata,
@@ -534,7 +534,7 @@ class StoreClient(StoreReader):
 
 
 def _request(
-    input: Any,
+    input: object,
     mode: RolloutMode | None,
     resources_id: str | None,
     config: RolloutConfig | None,

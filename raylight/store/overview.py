@@ -166,7 +166,7 @@ def _line(row: tuple[Any, ...]) -> RolloutLine:
     )
 
 
-def _texts(messages: Any) -> Iterator[str]:
+def _texts(messages: object) -> Iterator[str]:
     """Yield the text of each message in a JSON list."""
     if not isinstance(messages, str):
         return
@@ -175,7 +175,7 @@ def _texts(messages: Any) -> Iterator[str]:
             yield text
 
 
-def message_text(message: Any) -> str:
+def message_text(message: object) -> str:
     """Return the text of a message: its content, its reasoning and its tool calls."""
     if not isinstance(message, dict):
         return str(message)

@@ -38,7 +38,7 @@ BYTE_KINDS = "biufcSUMm"
 """Kinds of numpy types whose values are plain bytes."""
 
 
-def encode_payload(value: Any, what: str = "the value") -> bytes:
+def encode_payload(value: object, what: str = "the value") -> bytes:
     """Encode a value of a user.
 
     Args:
@@ -58,7 +58,7 @@ def encode_payload(value: Any, what: str = "the value") -> bytes:
         raise StoreError(_refusal(f"{what}{place}", culprit)) from None
 
 
-def pack(value: Any) -> bytes:
+def pack(value: object) -> bytes:
     """Encode a value; without a message for a user.
 
     Raises:
@@ -105,7 +105,7 @@ def damaged(error: Exception) -> StoreError:
     )
 
 
-def json_text(value: Any) -> str:
+def json_text(value: object) -> str:
     """Encode a value as JSON.
 
     Raises:
@@ -118,7 +118,7 @@ def json_text(value: Any) -> str:
         return json.dumps(value)
 
 
-def _encode_other(value: Any) -> Any:
+def _encode_other(value: Any) -> object:
     """Encode a value of a type that MessagePack does not have.
 
     Raises:
@@ -138,7 +138,7 @@ def _encode_other(value: Any) -> Any:
     raise TypeError
 
 
-def _encode_numpy(value: Any) -> msgpack.ExtType:
+def _encode_numpy(value: object) -> msgpack.ExtType:
     """Encode a numpy array, or a number, which is an array without dimensions."""
     import numpy as np
 
@@ -153,7 +153,7 @@ def _encode_numpy(value: Any) -> msgpack.ExtType:
     return msgpack.ExtType(ARRAY, pack([is_number, array.dtype.str, list(array.shape), array.tobytes()]))
 
 
-def _decode_array(data: bytes) -> Any:
+def _decode_array(data: bytes) -> object:
     import numpy as np
 
     is_number, dtype, shape, values = decode_payload(data)
@@ -171,7 +171,7 @@ def _decode_objects(data: bytes) -> Any:
     return array.reshape(shape)
 
 
-def _decode_extension(code: int, data: bytes) -> Any:
+def _decode_extension(code: int, data: bytes) -> object:
     return _DECODERS[code](data)
 
 
@@ -184,7 +184,7 @@ def _resource_types() -> dict[str, type[BaseModel]]:
     return {kind.__name__: kind for kind in (LLM, ProxyLLM, PromptTemplate)}
 
 
-def _decode_resource(data: bytes) -> Any:
+def _decode_resource(data: bytes) -> object:
     name, fields = decode_payload(data)
     return _resource_types()[name](**fields)
 
@@ -201,7 +201,7 @@ _ENCODERS: dict[type, tuple[int, Callable[[Any], bytes]]] = {
     datetime: (DATETIME, lambda value: value.isoformat().encode()),
     date: (DATE, lambda value: value.isoformat().encode()),
 }
-_DECODERS: dict[int, Callable[[bytes], Any]] = {
+_DECODERS: dict[int, Callable[[bytes], object]] = {
     TUPLE: lambda data: tuple(decode_payload(data)),
     SET: lambda data: set(decode_payload(data)),
     FROZENSET: lambda data: frozenset(decode_payload(data)),
@@ -217,7 +217,7 @@ _DECODERS: dict[int, Callable[[bytes], Any]] = {
 # errors
 
 
-def _find_culprits(value: Any, place: str) -> Iterator[tuple[str, Any]]:
+def _find_culprits(value: object, place: str) -> Iterator[tuple[str, object]]:
     """Yield place and value of the innermost values that cannot be encoded."""
     if _is_storable(value):
         return
@@ -230,7 +230,7 @@ def _find_culprits(value: Any, place: str) -> Iterator[tuple[str, Any]]:
         yield place, value
 
 
-def _is_storable(value: Any) -> bool:
+def _is_storable(value: object) -> bool:
     try:
         pack(value)
     except Exception:  # also errors of the value's own classes
@@ -238,7 +238,7 @@ def _is_storable(value: Any) -> bool:
     return True
 
 
-def _items(value: Any) -> Iterator[tuple[str, Any]]:
+def _items(value: Any) -> Iterator[tuple[str, object]]:
     """Yield the values inside a value, each with its step of the place."""
     if isinstance(value, dict):
         for key, item in value.items():
@@ -256,11 +256,11 @@ def _items(value: Any) -> Iterator[tuple[str, Any]]:
         yield from ((f".{name}", getattr(value, name)) for name in type(value).model_fields)
 
 
-def _is_array(value: Any) -> bool:
+def _is_array(value: object) -> bool:
     return type(value).__module__ == "numpy" and type(value).__name__ == "ndarray"
 
 
-def _refusal(where: str, value: Any) -> str:
+def _refusal(where: str, value: object) -> str:
     kind = type(value)
     name = kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
     return f"{where} is of the type {name} and cannot be stored; {_advice(value)}. Storable are {STORABLE}"

@@ -91,7 +91,7 @@ class StoreReader:
         target: a StoreActor's handle, or a StoreService in this process.
     """
 
-    def __init__(self, target: Any) -> None:
+    def __init__(self, target: object) -> None:
         self._channel = Channel(target)
 
     @property
@@ -101,7 +101,7 @@ class StoreReader:
 
         return isinstance(self._channel.target, StoreService)
 
-    def __reduce__(self) -> tuple[Any, ...]:
+    def __reduce__(self) -> tuple[object, ...]:
         return type(self), (self._channel.target,)
 
     @accept_synonyms(status="status_in", rollout_ids="rollout_id_in")

@@ -243,7 +243,7 @@ class StoreService(Mailbox):
             with self._journal.transaction():
                 self._leases.renew_all()
 
-    def _callable_methods(self) -> dict[str, Callable[..., Any]]:
+    def _callable_methods(self) -> dict[str, Callable[..., object]]:
         """Methods that `call` executes, by name."""
         return {
             "start_rollout": self._attempts.start_rollout,
@@ -324,7 +324,7 @@ class StoreService(Mailbox):
                 self._rollouts.events = CommitEvents()
         return [self._execute(method, args) for method, args in calls]
 
-    def _execute(self, method: str, args: tuple[Any, ...]) -> CallResult:
+    def _execute(self, method: str, args: tuple[object, ...]) -> CallResult:
         try:
             with self._journal.savepoint():
                 return True, self._methods[method](*args)
@@ -461,7 +461,7 @@ class StoreService(Mailbox):
                 return [rollout_id for rollout_id in unique if rollout_id in decided]
             await self._waiters.wait(undecided, needed, remaining)
 
-    async def query(self, method: str, *args: Any) -> Any:
+    async def query(self, method: str, *args: object) -> Any:
         """Run one of the `Queries` in the reader thread, while the writer continues."""
         if self._read_only:
             self._check_open()

@@ -76,7 +76,7 @@ class AnsweredMessages:
             )
 
 
-def _encode(succeeded: bool, result: Any) -> Any:
+def _encode(succeeded: bool, result: object) -> object:
     """Return a result, or class and text of an error."""
     return result if succeeded else [type(result).__name__, str(result)]
 

@@ -153,7 +153,7 @@ class Attempts:
         """State of a rollout's latest attempt; None if it has had none."""
         return next(iter(self.select("r.rollout_id = ? AND a.sequence_id = r.n_attempts", rollout_id)), None)
 
-    def select(self, condition: str, *values: Any) -> list[AttemptState]:
+    def select(self, condition: str, *values: object) -> list[AttemptState]:
         """States of the attempts that an SQL condition selects."""
         rows = self._journal.execute(f"{SELECT_STATE} WHERE {condition}", values).fetchall()
         return [AttemptState._make(row) for row in rows]
@@ -275,7 +275,7 @@ class Attempts:
                 )
             self.set_status(attempt, status, failure_from_json(failure), reported=True)
 
-    def _apply_worker_change(self, attempt: AttemptState, columns: dict[str, Any]) -> AttemptState:
+    def _apply_worker_change(self, attempt: AttemptState, columns: dict[str, object]) -> AttemptState:
         """Renew the lease and update both workers after a user changed an attempt's worker or heartbeat."""
         now, previous_worker = self._clock(), attempt.worker_id
         attempt = self.get(attempt.rollout_id, attempt.attempt_id)
@@ -289,7 +289,7 @@ class Attempts:
             self._rollouts.events.queued |= attempt.suspect and previous_worker != attempt.worker_id
         return attempt
 
-    def finish(self, attempt: AttemptState, values: dict[str, Any]) -> Row:
+    def finish(self, attempt: AttemptState, values: dict[str, object]) -> Row:
         """Decide an attempt and return its rollout.
 
         An attempt that was decided before is unchanged, and counted as late.

@@ -270,7 +270,7 @@ class Journal:
                 "recorded; start the run again"
             )
 
-    def fetch_one(self, statement: str, values: Any = ()) -> tuple[Any, ...] | None:
+    def fetch_one(self, statement: str, values: object = ()) -> tuple[Any, ...] | None:
         """Run an SQL statement; returns its first row, or None."""
         return self.execute(statement, values).fetchone()
 

@@ -17,7 +17,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 from raylight.semconv import GRADE_SPAN_ID
 from raylight.store.call_rows import ClosedCall
@@ -205,7 +204,7 @@ class Records:
         return row[0] if row else 0
 
     def finish_attempt(
-        self, rollout_id: str, attempt_id: str, values: dict[str, Any], spans: list[Row]
+        self, rollout_id: str, attempt_id: str, values: dict[str, object], spans: list[Row]
     ) -> Row:
         """Store an attempt's last spans and decide it as `Attempts.finish` does.
 
