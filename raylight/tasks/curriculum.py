@@ -39,7 +39,7 @@ class Curriculum(TaskSet):
 
     def __init__(
         self,
-        tasks: Any,
+        tasks: object,
         *,
         weights: Mapping[str, float] | None = None,
         solved: float = 0.9,

@@ -66,7 +66,7 @@ def as_dataset(dataset: Any, name: str) -> Any:
     return dataset
 
 
-def _ray_rows(dataset: Any) -> Iterable[Any]:
+def _ray_rows(dataset: Any) -> Iterable[object]:
     """Yield the rows of a dataset of Ray in the order of its blocks, the same in every run."""
     context = dataset.context.execution_options
     kept, context.preserve_order = context.preserve_order, True
@@ -76,7 +76,7 @@ def _ray_rows(dataset: Any) -> Iterable[Any]:
         context.preserve_order = kept
 
 
-def is_instance_of(value: Any, module: str, name: str) -> bool:
+def is_instance_of(value: object, module: str, name: str) -> bool:
     """Return True for an instance of a class of a module, without importing it."""
     cls = getattr(sys.modules.get(module), name, None)
     return cls is not None and isinstance(value, cls)
@@ -95,7 +95,7 @@ class DevTaskLoader(list[Any]):
         ValueError: the dataset has no task.
     """
 
-    def __init__(self, tasks: Iterable[Any], resources: NamedResources) -> None:
+    def __init__(self, tasks: Iterable[object], resources: NamedResources) -> None:
         super().__init__(tasks)
         if not self:
             raise ValueError("tasks is empty; give DevTaskLoader at least one task")

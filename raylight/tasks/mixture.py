@@ -28,7 +28,7 @@ class Mixture(TaskSet):
         DatasetError: a source cannot be read or is empty.
     """
 
-    def __init__(self, sources: Mapping[str, Any], weights: Mapping[str, float] | None = None) -> None:
+    def __init__(self, sources: Mapping[str, object], weights: Mapping[str, float] | None = None) -> None:
         if not isinstance(sources, Mapping) or not sources or not all(isinstance(n, str) for n in sources):
             raise ConfigError(f"a Mixture has the sources {sources!r:.80}; give datasets by name")
         self.sources = {name: as_task_set(source, f"source {name!r}") for name, source in sources.items()}

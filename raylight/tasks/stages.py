@@ -31,7 +31,7 @@ class Stages(TaskSet):
         DatasetError: a stage cannot be read or is empty.
     """
 
-    def __init__(self, stages: Mapping[str, Any], *, advance_at: float, window: int = 32) -> None:
+    def __init__(self, stages: Mapping[str, object], *, advance_at: float, window: int = 32) -> None:
         if not isinstance(stages, Mapping) or not stages or not all(isinstance(n, str) for n in stages):
             raise ConfigError(f"Stages has the stages {stages!r:.80}; give datasets by name, in order")
         if not is_number(advance_at, -MAX_FACTOR, MAX_FACTOR):

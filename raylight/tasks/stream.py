@@ -26,7 +26,7 @@ class Stream(TaskSet):
         DatasetError: the source can be read only once, or not at all.
     """
 
-    def __init__(self, source: Iterable[Any] | Callable[[], Iterable[Any]]) -> None:
+    def __init__(self, source: Iterable[object] | Callable[[], Iterable[object]]) -> None:
         if isinstance(source, Iterator):
             raise DatasetError(
                 f"the source of a Stream is a {type(source).__name__}, which can be read only once; give a "
@@ -68,14 +68,14 @@ CLOSE_TIMEOUT_S = 10.0
 class StreamSampler(SetSampler):
     """Reads forward; a number before its position is read from the start."""
 
-    def __init__(self, rows: Callable[[], Iterator[Any]]) -> None:
+    def __init__(self, rows: Callable[[], Iterator[object]]) -> None:
         self._rows = rows
         self._reading = threading.Lock()
         """Held while the iterator is used: a draw that was cancelled goes on in its thread."""
         self._begin()
 
     def _begin(self) -> None:
-        self._iterator: Iterator[Any] | None = None
+        self._iterator: Iterator[object] | None = None
         self._next = 0
         """Number of the next row."""
 

@@ -99,7 +99,7 @@ class TaskSet(ABC):
 class ShuffledTasks(TaskSet):
     """A list of tasks; each pass over it has another order, which depends on the seed only."""
 
-    def __init__(self, tasks: Sequence[Any]) -> None:
+    def __init__(self, tasks: Sequence[object]) -> None:
         self.tasks = tasks
 
     @property
@@ -124,7 +124,7 @@ class ShuffledTasks(TaskSet):
 class TaskSampler(SetSampler):
     """Endless random order of tasks."""
 
-    def __init__(self, tasks: Sequence[Any], seed: int) -> None:
+    def __init__(self, tasks: Sequence[object], seed: int) -> None:
         self._tasks, self._seed = tasks, seed
         self._order = functools.lru_cache(maxsize=16)(self._shuffled)
 
@@ -162,7 +162,7 @@ class NamedSamplers(SetSampler):
         }
 
 
-def named_parts(sets: Mapping[str, TaskSet]) -> list[tuple[str | None, Any]]:
+def named_parts(sets: Mapping[str, TaskSet]) -> list[tuple[str | None, object]]:
     """Return all tasks of named sets, each with its source."""
     return [(join_names(name, inner), task) for name, one in sets.items() for inner, task in one.parts()]
 
