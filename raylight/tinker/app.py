@@ -163,7 +163,7 @@ def _iso(seconds: float) -> str:
     return datetime.fromtimestamp(seconds, UTC).isoformat()
 
 
-def _page(request: Request, items: Sequence[Any]) -> tuple[Sequence[Any], dict[str, int]]:
+def _page(request: Request, items: Sequence[object]) -> tuple[Sequence[object], dict[str, int]]:
     """Return the part of a list that a request asks for, and its place in the list.
 
     Raises:
@@ -198,7 +198,7 @@ def build_app(service: TinkerService, key: str | None = None) -> Starlette:
         key: key that clients must send. None: none, but requests must name loopback, against DNS rebinding.
     """
     records = ServerRecords(service)
-    json_routes: dict[str, Callable[[Any], Any]] = {
+    json_routes: dict[str, Callable[[Any], object]] = {
         "client/config": _reading(bodies.SdkVersion, lambda body: CLIENT_CONFIG),
         "client/dynamic_config": _reading(bodies.SdkVersion, lambda body: DYNAMIC_CONFIG),
         "create_session": _reading(bodies.CreateSession, lambda body: _open_session(service)),
@@ -261,12 +261,12 @@ class AccessCheck:
         return RequestError("the API key is missing or wrong; set TINKER_API_KEY to the server's key", 401)
 
 
-def _reading(kind: type[TinkerBody], answer: Callable[[Any], Any]) -> Callable[[Fields], Any]:
+def _reading(kind: type[TinkerBody], answer: Callable[[Any], object]) -> Callable[[Fields], object]:
     """Return a function of a decoded body that checks it first."""
     return lambda fields: answer(kind.read(fields))
 
 
-def _json_route(answer: Callable[[Fields], Any]) -> Callable[[Request], Awaitable[Response]]:
+def _json_route(answer: Callable[[Fields], object]) -> Callable[[Request], Awaitable[Response]]:
     async def respond(request: Request) -> Response:
         body = await read_request(request.scope, request.receive, MAX_BODY)
         return JSONResponse(answer(body.fields))
@@ -274,7 +274,7 @@ def _json_route(answer: Callable[[Fields], Any]) -> Callable[[Request], Awaitabl
     return respond
 
 
-def _answering(answer: Callable[[Request], Any]) -> Callable[[Request], Awaitable[Response]]:
+def _answering(answer: Callable[[Request], object]) -> Callable[[Request], Awaitable[Response]]:
     async def respond(request: Request) -> Response:
         found = answer(request)
         return Response(status_code=204) if found is None else JSONResponse(found)

@@ -8,7 +8,6 @@ import logging
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
 
 from cachetools import LRUCache, TTLCache
 
@@ -35,7 +34,7 @@ class ResultBody:
     media_type: str = "application/json"
 
 
-def json_answer(fields: Mapping[str, Any]) -> ResultBody:
+def json_answer(fields: Mapping[str, object]) -> ResultBody:
     """Return a body in JSON."""
     return ResultBody(json.dumps(fields).encode())
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
@@ -23,7 +23,7 @@ class TinkerBody(BaseModel):
     """Name of the request, which the route implies."""
 
     @classmethod
-    def read(cls, fields: Any) -> Self:
+    def read(cls, fields: object) -> Self:
         """Validate a decoded JSON body.
 
         Raises:

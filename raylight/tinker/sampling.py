@@ -218,7 +218,7 @@ class Samplers:
         key: str,
         model: str,
         client: CoordinatorClient,
-        fetch: Callable[[str], Awaitable[list[Any]]],
+        fetch: Callable[[str], Awaitable[list[object]]],
         limit: int,
         timeout_s: float,
     ) -> None:

@@ -212,10 +212,10 @@ class NumberedCalls:
         target: the object.
     """
 
-    def __init__(self, target: Any) -> None:
+    def __init__(self, target: object) -> None:
         self._target = target
         self._number = 0
-        self._answer: Future[Any] = Future()
+        self._answer: Future[object] = Future()
 
     def call(self, number: int, method: str, *args: Any) -> Any:
         """Call a method, and raise its error.
