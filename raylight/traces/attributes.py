@@ -56,7 +56,7 @@ def agent_of(span: Span) -> str | None:
     return name if isinstance(name, str) and name else None
 
 
-def response_id_of(attributes: Mapping[str, Any]) -> str | None:
+def response_id_of(attributes: Mapping[str, object]) -> str | None:
     """Return the id of a model's response, in any of the conventions."""
     for candidate in (
         attributes.get(RESPONSE_ID),
@@ -68,7 +68,7 @@ def response_id_of(attributes: Mapping[str, Any]) -> str | None:
     return None
 
 
-def call_key_of(attributes: Mapping[str, Any]) -> str | None:
+def call_key_of(attributes: Mapping[str, object]) -> str | None:
     """Return the key that all spans of one call share; None if the span has none.
 
     It is the response id. Of a response with several choices raylight captures one call per choice: the first
@@ -78,7 +78,7 @@ def call_key_of(attributes: Mapping[str, Any]) -> str | None:
     return call if isinstance(call, str) and (response is None or call not in response) else response
 
 
-def raw_field(attributes: Mapping[str, Any], field: str) -> Any:
+def raw_field(attributes: Mapping[str, object], field: str) -> object:
     """Return a field of the raw request or response of any provider, parsed; None if it is missing."""
     for key, value in attributes.items():
         match = RAW_FIELD.fullmatch(key)
@@ -87,7 +87,7 @@ def raw_field(attributes: Mapping[str, Any], field: str) -> Any:
     return None
 
 
-def parse_literal(value: Any) -> Any:
+def parse_literal(value: object) -> object:
     """Parse a list or dict in JSON or in Python's notation (LiteLLM's); return other values unchanged."""
     if isinstance(value, tuple):
         return list(value)
@@ -101,7 +101,7 @@ def parse_literal(value: Any) -> Any:
     return result
 
 
-def unflatten(attributes: Mapping[str, Any], prefix: str) -> Any:
+def unflatten(attributes: Mapping[str, object], prefix: str) -> Any:
     """Rebuild the dict flattened under `prefix.`, or the list if all keys are numbers; None if missing."""
     nested: JsonObject = {}
     for key, value in attributes.items():
@@ -118,7 +118,7 @@ def unflatten(attributes: Mapping[str, Any], prefix: str) -> Any:
     return _with_lists(nested) if nested else None
 
 
-def _with_lists(node: Any) -> Any:
+def _with_lists(node: object) -> object:
     if not isinstance(node, dict):
         return list(node) if isinstance(node, tuple) else node
     if all(key.isdecimal() for key in node):

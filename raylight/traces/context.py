@@ -72,7 +72,7 @@ def _count_characters(span: Span) -> int:
     return n_characters
 
 
-def _length(value: Any) -> int:
+def _length(value: object) -> int:
     if isinstance(value, list | tuple):
         return len(value) + sum(len(item) for item in value if isinstance(item, str))
     return len(value) if isinstance(value, str | bytes) else 1
@@ -272,7 +272,7 @@ def use_parent(parent: ParentSpan, otel_span: OtelSpan | None) -> Iterator[None]
             _set_otel(otel_outer)
 
 
-def _enter_otel(span: OtelSpan | None) -> Any:
+def _enter_otel(span: OtelSpan | None) -> object:
     """Make a span the current one of OpenTelemetry, and return the previous context."""
     if span is None:
         return None

@@ -79,28 +79,28 @@ class LangChainHandler(BaseCallbackHandler):
             attributes[CHAIN] = name
         self._start(CHAIN_SPAN, attributes, run_id, parent_run_id)
 
-    def on_chain_end(self, outputs: Any, *, run_id: UUID, **kwargs: Any) -> None:
+    def on_chain_end(self, outputs: object, *, run_id: UUID, **kwargs: object) -> None:
         self._end(run_id)
 
-    def on_chain_error(self, error: BaseException, *, run_id: UUID, **kwargs: Any) -> None:
+    def on_chain_error(self, error: BaseException, *, run_id: UUID, **kwargs: object) -> None:
         self._end(run_id, error=error)
 
     # tools
 
     def on_tool_start(
         self,
-        serialized: Mapping[str, Any] | None,
+        serialized: Mapping[str, object] | None,
         input_str: str,
         *,
         run_id: UUID,
         parent_run_id: UUID | None = None,
-        **kwargs: Any,
+        **kwargs: object,
     ) -> None:
         name = kwargs.get("name") or (serialized or {}).get("name") or ""
         attributes = {"gen_ai.tool.name": name, "gen_ai.tool.call.arguments": str(input_str)}
         self._start(TOOL_SPAN, attributes, run_id, parent_run_id)
 
-    def on_tool_end(self, output: Any, *, run_id: UUID, **kwargs: Any) -> None:
+    def on_tool_end(self, output: object, *, run_id: UUID, **kwargs: object) -> None:
         self._end(run_id, {"gen_ai.tool.call.result": str(getattr(output, "content", output))})
 
     on_tool_error = on_chain_error
@@ -109,20 +109,20 @@ class LangChainHandler(BaseCallbackHandler):
 
     def on_llm_start(
         self,
-        serialized: Mapping[str, Any] | None,
-        prompts: Any,
+        serialized: Mapping[str, object] | None,
+        prompts: object,
         *,
         run_id: UUID,
         parent_run_id: UUID | None = None,
-        metadata: Mapping[str, Any] | None = None,
-        **kwargs: Any,
+        metadata: Mapping[str, object] | None = None,
+        **kwargs: object,
     ) -> None:
         model = (metadata or {}).get("ls_model_name")
         self._start(MODEL_SPAN, {REQUEST_MODEL: model} if model else {}, run_id, parent_run_id)
 
     on_chat_model_start = on_llm_start  # type: ignore[assignment]  # both ignore the prompts
 
-    def on_llm_end(self, response: Any, *, run_id: UUID, **kwargs: Any) -> None:
+    def on_llm_end(self, response: object, *, run_id: UUID, **kwargs: object) -> None:
         response_id = _response_id(response)
         self._end(run_id, {RESPONSE_ID: response_id} if response_id else {})
 

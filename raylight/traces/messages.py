@@ -99,7 +99,7 @@ class TraceToMessages(TraceAdapter[list[OpenAIMessages]]):
         ]
 
 
-def read_call(attributes: Mapping[str, Any], children: Sequence[Span] = ()) -> CallMessages:
+def read_call(attributes: Mapping[str, object], children: Sequence[Span] = ()) -> CallMessages:
     """Read the messages of a call's span.
 
     Args:
@@ -127,7 +127,7 @@ def read_call(attributes: Mapping[str, Any], children: Sequence[Span] = ()) -> C
     return CallMessages(asked, answered, [_tool(tool) for tool in tools if isinstance(tool, dict)] or None)
 
 
-def recorded_messages(attributes: Mapping[str, Any]) -> tuple[Any, Any]:
+def recorded_messages(attributes: Mapping[str, object]) -> tuple[object, object]:
     """Return the prompt and the answers of a call as its span records them, unflattened or parsed from JSON.
 
     Missing ones are None.
@@ -137,7 +137,7 @@ def recorded_messages(attributes: Mapping[str, Any]) -> tuple[Any, Any]:
 
 
 def _recorded(
-    attributes: Mapping[str, Any], flat: Callable[[Mapping[str, Any], str], Any]
+    attributes: Mapping[str, object], flat: Callable[[Mapping[str, Any], str], object]
 ) -> tuple[tuple[Any, ...], tuple[Any, ...], Any]:
     """Return the prompt and the answers of a call in each convention, and Weave's choices.
 
@@ -172,7 +172,7 @@ def image_urls(messages: Sequence[Message]) -> list[str]:
     return [url for url in urls if isinstance(url, str)]
 
 
-def openai_messages(recorded: Sequence[Any], role: str) -> list[Message]:
+def openai_messages(recorded: Sequence[object], role: str) -> list[Message]:
     """Convert messages of OpenAI, OpenTelemetry or Anthropic to the shape of OpenAI's chat messages.
 
     Args:
@@ -216,7 +216,7 @@ def _message(entry: JsonObject, role: str) -> list[Message]:
     return messages
 
 
-def _parts(content: Any, role: str) -> list[JsonObject] | None:
+def _parts(content: object, role: str) -> list[JsonObject] | None:
     """Return the parts of a message's content; None if it is plain text.
 
     Flattened attributes hold parts as JSON. The answer of an assistant or a tool may itself be a JSON list,
@@ -230,7 +230,7 @@ def _parts(content: Any, role: str) -> list[JsonObject] | None:
     return parts if not isinstance(content, str) or all(part["type"] in CONTENTS for part in parts) else None
 
 
-def _build_message(entry: JsonObject, role: str, content: Any, calls: list[JsonObject]) -> Message:
+def _build_message(entry: JsonObject, role: str, content: object, calls: list[JsonObject]) -> Message:
     inferred = "assistant" if calls else "tool" if entry.get("tool_call_id") else role
     message: Message = {"role": entry.get("role") or inferred, "content": content}
     if content is None and message["role"] != "assistant":
@@ -240,7 +240,7 @@ def _build_message(entry: JsonObject, role: str, content: Any, calls: list[JsonO
     return message | {key: entry[key] for key in ("name", "tool_call_id") if isinstance(entry.get(key), str)}
 
 
-def _contents(parts: list[Any]) -> Any:
+def _contents(parts: list[Any]) -> object:
     """Return content in OpenAI's shape: text, or a list of parts if there are others; None if empty."""
     others = TOOL_CALLS | TOOL_RESULTS | THOUGHTS
     contents = [
@@ -251,7 +251,7 @@ def _contents(parts: list[Any]) -> Any:
     return contents or None
 
 
-def _content(part: Any) -> JsonObject:
+def _content(part: object) -> JsonObject:
     if not isinstance(part, dict):
         return {"type": "text", "text": str(part)}
     kind = part.get("type")
@@ -320,11 +320,11 @@ def _tool(tool: JsonObject) -> JsonObject:
     return {"type": "function", "function": definition | extra}
 
 
-def _first(*candidates: Any) -> list[Any]:
+def _first(*candidates: object) -> list[object]:
     return next((entries for candidate in candidates if (entries := _list(candidate))), [])
 
 
-def _list(value: Any) -> list[Any]:
+def _list(value: object) -> list[object]:
     """Return a list from a list, from its JSON text, or from its only entry."""
     entries = parse_literal(value)
     if isinstance(entries, list):

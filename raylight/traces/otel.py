@@ -14,7 +14,6 @@ import os
 import threading
 import weakref
 from collections.abc import Callable
-from typing import Any
 
 from opentelemetry import trace as otel
 from opentelemetry.context import Context
@@ -78,7 +77,7 @@ class AttemptExport:
         return False
 
 
-def _run_within(seconds: float, work: Callable[[], Any]) -> bool:
+def _run_within(seconds: float, work: Callable[[], object]) -> bool:
     """Return True if `work` ends within `seconds`, in a thread: the SDK's calls have no deadline."""
     thread = threading.Thread(target=work, name="raylight-export", daemon=True)
     try:

@@ -178,7 +178,7 @@ class _Group:
     one."""
 
     shared: ResourceSpans
-    scopes: Sequence[Sequence[Any]]
+    scopes: Sequence[Sequence[object]]
 
     @property
     def count(self) -> int:
@@ -224,7 +224,7 @@ def _groups_of_json(data: bytes) -> list[_Group]:
     return groups
 
 
-def _malformed(error: Any) -> OtlpError:
+def _malformed(error: object) -> OtlpError:
     return OtlpError(f"the body is not an ExportTraceServiceRequest: {str(error)[:300]}")
 
 
@@ -238,13 +238,13 @@ def _members(holder: JsonObject, *names: str) -> list[JsonObject]:
 
 def _listed(holder: JsonObject, *names: str) -> list[Any]:
     """Return the list under one of several names; empty if there is none."""
-    members: Any = next((holder[name] for name in names if holder.get(name) is not None), [])
+    members: object = next((holder[name] for name in names if holder.get(name) is not None), [])
     if not isinstance(members, list):
         raise _malformed(f"{names[0]} is not a list")
     return members
 
 
-def _span_of_json(raw: Any) -> ProtoSpan:
+def _span_of_json(raw: object) -> ProtoSpan:
     if not isinstance(raw, dict):
         raise OtlpError(f"{raw!r:.60} is not a span")
     _make_ids_base64(raw)
@@ -331,11 +331,11 @@ def _seconds(nanoseconds: int) -> float | None:
     return nanoseconds / 1e9 if nanoseconds else None
 
 
-def _text(value: Any) -> str:
+def _text(value: object) -> str:
     return "" if value is None else str(value)
 
 
-def _sequence_id(value: Any) -> int:
+def _sequence_id(value: object) -> int:
     """Return a sequence number, or 0 (the store assigns the next one) if the value is missing or invalid."""
     if value is None or value == "":
         return 0
@@ -355,7 +355,7 @@ def _attributes(pairs: Sequence[KeyValue]) -> JsonObject:
     return {pair.key: _value(pair.value) for pair in pairs}
 
 
-def _value(value: AnyValue) -> Any:
+def _value(value: AnyValue) -> object:
     """Convert to a plain value. Bytes become hexadecimal text, as in agent-lightning."""
     kind = value.WhichOneof("value")
     if kind is None:

@@ -46,7 +46,7 @@ class NamedReward(BaseModel):
     value: float
 
 
-def as_reward(value: Any, name: str = PRIMARY) -> float:
+def as_reward(value: object, name: str = PRIMARY) -> float:
     """Convert a number (also a bool, or a scalar of numpy or torch) to a float within `MAX_REWARD`.
 
     Args:
@@ -77,7 +77,7 @@ def as_reward(value: Any, name: str = PRIMARY) -> float:
     return number
 
 
-def named_rewards(reward: Any, primary_key: str | None = None) -> dict[str, float]:
+def named_rewards(reward: object, primary_key: str | None = None) -> dict[str, float]:
     """Return rewards by name, with the primary one first.
 
     Args:
@@ -148,7 +148,7 @@ def _read_rewards(span: SpanLike) -> list[NamedReward]:
     return [] if value is None else [NamedReward(name=PRIMARY, value=as_reward(value))]
 
 
-def _indexed(attributes: Mapping[str, Any], keys: list[str]) -> list[NamedReward]:
+def _indexed(attributes: Mapping[str, object], keys: list[str]) -> list[NamedReward]:
     """Return the rewards under `agentlightning.reward.N.name` and `.value`, where N counts from 0."""
     indices = {key.split(".")[2] for key in keys}
     if indices != {str(i) for i in range(len(indices))}:
@@ -166,7 +166,7 @@ def _indexed(attributes: Mapping[str, Any], keys: list[str]) -> list[NamedReward
     return rewards
 
 
-def _legacy_value(name: str, attributes: Mapping[str, Any]) -> Any:
+def _legacy_value(name: str, attributes: Mapping[str, object]) -> object:
     """Return the reward that AgentOps or agent-lightning 0.2 recorded; None if there is none."""
     for key in AGENTOPS_OUTPUTS:
         output = attributes.get(key)

@@ -139,13 +139,13 @@ class Tracer:
             self._store = outer
             self.teardown()
 
-    def trace_run(self, function: Callable[..., Result], *args: Any, **kwargs: Any) -> Result:
+    def trace_run(self, function: Callable[..., Result], *args: object, **kwargs: object) -> Result:
         """Call a function in a `trace_context`, and return its result."""
         with self.trace_context():
             return function(*args, **kwargs)
 
     async def trace_run_async(
-        self, function: Callable[..., Awaitable[Result]], *args: Any, **kwargs: Any
+        self, function: Callable[..., Awaitable[Result]], *args: object, **kwargs: object
     ) -> Result:
         """Await a coroutine function in a `trace_context`, and return its result."""
         async with self.trace_context():
@@ -187,7 +187,7 @@ class Tracer:
         trace = current_trace() or _LAST.get()
         return trace.spans if trace else []
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __getstate__(self) -> dict[str, object]:
         return {key: value for key, value in vars(self).items() if key not in self._process_state}
 
     @contextlib.contextmanager
@@ -201,7 +201,7 @@ class Tracer:
         finally:
             _ACTIVE.reset(outer)
 
-    def _recorder(self) -> Any:
+    def _recorder(self) -> object:
         """Return the object with which the code of a traced block records spans."""
         return self
 
@@ -308,7 +308,7 @@ class OtelTracer(Tracer):
         if export is not None:
             export.close(self.export_timeout)
 
-    def _recorder(self) -> Any:
+    def _recorder(self) -> object:
         from opentelemetry.trace import get_tracer
 
         return get_tracer("raylight")
@@ -354,8 +354,8 @@ class TraceContext:
     def __init__(
         self,
         trace: AttemptTrace,
-        current: AbstractContextManager[Any],
-        recorder: Callable[[], Any],
+        current: AbstractContextManager[object],
+        recorder: Callable[[], object],
         store: SpanStore | None,
     ) -> None:
         self._trace = trace
@@ -391,6 +391,6 @@ class TraceContext:
         if kind is None and (lost := self._trace.reward_error):
             raise lost
 
-    def _enter(self) -> Any:
+    def _enter(self) -> object:
         self._stack.enter_context(self._current)
         return self._recorder()

@@ -335,7 +335,7 @@ def _is_reward(span: Span) -> bool:
     return computes or get_reward_value(span) is not None
 
 
-def _request_fields(attributes: Mapping[str, Any], prefix: str, weave: str, exclude: set[str]) -> Any:
+def _request_fields(attributes: Mapping[str, object], prefix: str, weave: str, exclude: set[str]) -> object:
     """Return the fields of the request or response other than messages and tokens."""
     fields = unflatten(attributes, prefix) or unflatten(attributes, weave)
     return (
@@ -345,7 +345,7 @@ def _request_fields(attributes: Mapping[str, Any], prefix: str, weave: str, excl
     )
 
 
-def _numbers(*recorded: Any) -> list[Any]:
+def _numbers(*recorded: object) -> list[Any]:
     """Return the first value that is a list of numbers; an empty list if there is none."""
     for value in map(parse_literal, recorded):
         if isinstance(value, list) and value and all(isinstance(number, int | float) for number in value):
@@ -366,7 +366,7 @@ def _logprobs(attributes: Mapping[str, Any]) -> list[float]:
     return _numbers(attributes.get(RESPONSE_LOGPROBS), openai)
 
 
-def _raw_response_ids(attributes: Mapping[str, Any]) -> tuple[Any, Any]:
+def _raw_response_ids(attributes: Mapping[str, object]) -> tuple[object, object]:
     """Return the tokens of the first choice in a raw response of vLLM, from its older and its newer field."""
     older, choices = raw_field(attributes, "response_token_ids"), raw_field(attributes, "choices")
     choice = choices[0] if isinstance(choices, list) and choices else None
