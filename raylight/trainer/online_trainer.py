@@ -71,7 +71,7 @@ def online_algorithm(
     return build_algorithm(settings | {"tasks_per_step": sessions_per_step // group_size})
 
 
-def _check_given_once(option: str, value: Any, name: str, settings: Any, section: str = "") -> None:
+def _check_given_once(option: str, value: object, name: str, settings: object, section: str = "") -> None:
     """Raise a ConfigError if an option and the setting that it stands for are both given."""
     if value is not None and isinstance(settings, Mapping) and name in settings:
         raise ConfigError(
@@ -132,7 +132,7 @@ class OnlineTrainer(Trainer):
         return OnlineRun.plan(settings, self._policy, self.run_settings, resume)
 
 
-def _checked(algorithm: Any) -> PolicyAlgorithm:
+def _checked(algorithm: object) -> PolicyAlgorithm:
     """Return the algorithm.
 
     Raises:

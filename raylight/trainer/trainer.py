@@ -124,9 +124,9 @@ class Trainer:
         self,
         *,
         algorithm: TrainerAlgorithm | type[TrainerAlgorithm] | str | dict[str, Any] | None = None,
-        agent: Any = None,
-        train_dataset: Any = None,
-        val_dataset: Any = None,
+        agent: object = None,
+        train_dataset: object = None,
+        val_dataset: object = None,
         num_epochs: int | None = None,
         output_dir: str | Path | None = None,
         initial_resources: NamedResources | None = None,
@@ -139,11 +139,11 @@ class Trainer:
         learner: LearnerConfig | dict[str, Any] | None = None,
         checkpoint: CheckpointConfig | dict[str, Any] | None = None,
         store: StoreConfig | StoreClient | dict[str, Any] | None = None,
-        tracer: Any = None,
-        adapter: Any = None,
-        llm_proxy: Any = None,
-        hooks: Any = None,
-        group_reward: Any = None,
+        tracer: object = None,
+        adapter: object = None,
+        llm_proxy: object = None,
+        hooks: object = None,
+        group_reward: object = None,
         loggers: Sequence[Any] | None = None,
         role: Role | None = None,
         run_name: str | None = None,
@@ -220,7 +220,12 @@ class Trainer:
 
     @accept_synonyms(val_data="val_dataset")
     def fit(
-        self, agent: Any = None, train_dataset: Any = None, val_dataset: Any = None, *, resume: Resume = False
+        self,
+        agent: object = None,
+        train_dataset: object = None,
+        val_dataset: object = None,
+        *,
+        resume: Resume = False,
     ) -> dict[str, Any]:
         """Train the agent; return the summary that is also in `summary.json`.
 
@@ -263,7 +268,9 @@ class Trainer:
         return show_summary(run, summary, self.arguments)
 
     @accept_synonyms(val_data="val_dataset")
-    def dev(self, agent: Any = None, train_dataset: Any = None, val_dataset: Any = None) -> dict[str, Any]:
+    def dev(
+        self, agent: object = None, train_dataset: object = None, val_dataset: object = None
+    ) -> dict[str, Any]:
         """Try the agent with a fast algorithm, by default `Baseline`, which prints the agent's rollouts.
 
         Raises:
@@ -278,8 +285,8 @@ class Trainer:
 
     def evaluate(
         self,
-        agent: Any = None,
-        dataset: Any = None,
+        agent: object = None,
+        dataset: object = None,
         *,
         model: str | None = None,
         lora_adapter: str | dict[str, str] | None = None,
@@ -323,7 +330,7 @@ class Trainer:
             print_scores(figures, str(folder))
         return figures
 
-    def _remote_runners(self, agent: Any) -> RemoteRunnerProcess:
+    def _remote_runners(self, agent: object) -> RemoteRunnerProcess:
         if self.run_name is None:
             raise ConfigError("role='runner' has no run to join; give run_name, or set RAYLIGHT_RUN")
         given = as_agent(agent if is_agent(agent) else self.agent)
@@ -333,9 +340,9 @@ class Trainer:
     def _plan(
         self,
         algorithm: TrainerAlgorithm,
-        agent: Any,
-        train_dataset: Any,
-        val_dataset: Any,
+        agent: object,
+        train_dataset: object,
+        val_dataset: object,
         resume: Resume = False,
     ) -> RunSpec[Any, Any, Report]:
         """Return the run that a call of `fit` asks for, or raise a RaylightError if it could not work."""

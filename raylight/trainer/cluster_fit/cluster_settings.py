@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from raylight.algorithms.policy import PolicyAlgorithm, RunSettings
 from raylight.config import EngineConfig, LearnerConfig, RunnerConfig, SessionConfig, StoreConfig
@@ -158,7 +158,7 @@ def _with_threads(settings: TrainedSettings, facts: ClusterFacts) -> TrainedSett
 
 
 def plan_settings(
-    algorithm: Any,
+    algorithm: object,
     requested: RunSettings,
     runner: RunnerConfig,
     cluster: ClusterShape,

@@ -8,7 +8,7 @@ import math
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import ray
 
@@ -304,7 +304,7 @@ def _summary(hardware: Hardware, engine: EngineConfig, learner: LearnerConfig | 
     return [f"GPUs: {hardware.gpus:g} in the cluster; {', '.join(roles)}"] if roles else []
 
 
-def _with_defaults(config: C, **defaults: Any) -> C:
+def _with_defaults(config: C, **defaults: object) -> C:
     """Return settings with other defaults: those that the user has not set."""
     return config.model_copy(
         update={name: value for name, value in defaults.items() if name not in config.model_fields_set}

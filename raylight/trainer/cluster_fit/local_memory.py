@@ -75,7 +75,7 @@ class TensorMemoryCounter(TorchDispatchMode):
         self.now = self.peak = 0
         self._counted: set[int] = set()
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(self, func: Any, types: object, args: Any = (), kwargs: Any = None) -> object:
         if func is torch.ops.aten._local_scalar_dense.default and args[0].is_meta:
             return True  # transformers reads one value: True if each row is one sequence
         result = func(*args, **(kwargs or {}))
@@ -245,17 +245,17 @@ class _Attention(torch.autograd.Function):
         return out
 
     @staticmethod
-    def backward(ctx: Any, *grads: Any) -> Any:
+    def backward(ctx: Any, *grads: object) -> Any:
         return tuple(torch.empty_like(tensor) for tensor in ctx.saved_tensors[:3])
 
 
 def _attention(
-    module: Any, query: Any, key: Any, value: Any, mask: Any, **rest: Any
+    module: object, query: object, key: object, value: object, mask: object, **rest: object
 ) -> tuple[torch.Tensor, None]:
     return _Attention.apply(query, key, value).transpose(1, 2).contiguous(), None
 
 
-def _no_mask(*args: Any, **rest: Any) -> None:
+def _no_mask(*args: object, **rest: object) -> None:
     return None
 
 

@@ -210,13 +210,13 @@ def _cache_per_token(text: Any, layers: int) -> int:
     return full * 2 * heads * size
 
 
-def _deep_layers(vision: Any) -> int:
+def _deep_layers(vision: object) -> int:
     """Return the number of layers of the tower whose features go into the language part beside the last
     ones."""
     return len(getattr(vision, "deepstack_visual_indexes", None) or ())
 
 
-def _period(text: Any) -> int:
+def _period(text: object) -> int:
     """Return the length of the shortest pattern of layer types that the model repeats."""
     kinds = list(getattr(text, "layer_types", None) or ["full_attention"])
     for period in range(1, len(kinds) + 1):
@@ -225,7 +225,7 @@ def _period(text: Any) -> int:
     return 1
 
 
-def _is_mixture(text: Any) -> bool:
+def _is_mixture(text: object) -> bool:
     return bool(getattr(text, "num_experts", None) or getattr(text, "num_local_experts", None))
 
 

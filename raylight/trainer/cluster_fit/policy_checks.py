@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 from raylight.agent.litagent import LitAgent
 from raylight.algorithms.policy import PolicyAlgorithm
@@ -277,7 +276,7 @@ def idle_hardware(
     return notes
 
 
-def trained_agents_pattern(agent: LitAgent, adapter: Any, algorithm: PolicyAlgorithm) -> str | None:
+def trained_agents_pattern(agent: LitAgent, adapter: object, algorithm: PolicyAlgorithm) -> str | None:
     """Return the pattern of the trained agents, from the agent or the adapter.
 
     Raises:

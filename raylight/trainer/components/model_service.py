@@ -116,7 +116,7 @@ class ModelService:
         """True in the event loop in which it was started."""
         return self._loop in (None, asyncio.get_running_loop())
 
-    async def ask(self, method: str, what: str, *args: Any) -> Any:
+    async def ask(self, method: str, what: str, *args: object) -> Any:
         """Call a method of a replica; if it is lost meanwhile, of another one.
 
         Args:
@@ -137,7 +137,7 @@ class ModelService:
                     f"more replicas, or raise timeout_s. The run can be resumed"
                 ) from None
 
-    async def _ask(self, method: str, *args: Any) -> Any:
+    async def _ask(self, method: str, *args: Any) -> object:
         while True:
             try:
                 return await self._router.call.remote(method, *args)

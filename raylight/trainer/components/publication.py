@@ -215,7 +215,7 @@ class Publications:
         return {name: probed} if probed else {}, {name: own.result()} if own else logprobs
 
     async def _send_adapters(
-        self, version: int, payload_refs: dict[str, Any], timeout: float
+        self, version: int, payload_refs: dict[str, object], timeout: float
     ) -> dict[str, list[float] | None]:
         """Publish a version of adapters; return the replicas' log-probs of the probe with the last one."""
         *others, last = payload_refs

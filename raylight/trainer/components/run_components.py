@@ -70,7 +70,7 @@ class RunComponents(ABC):
             raise
         return self
 
-    async def __aexit__(self, *error: Any) -> None:
+    async def __aexit__(self, *error: object) -> None:
         drop_if_lost(self._stack)
         try:
             await self._stack.aclose()  # continues with the remaining callbacks when one fails

@@ -203,7 +203,7 @@ def fill_resources(resources: NamedResources, llm: LLM, model: ServingSettings) 
     return filled
 
 
-def is_traced_upstream(resource: Any) -> bool:
+def is_traced_upstream(resource: object) -> bool:
     """Return True for an upstream model whose calls are recorded: `LLM(endpoint=..., traced=True)`."""
     return (
         isinstance(resource, LLM)

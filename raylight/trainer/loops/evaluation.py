@@ -6,7 +6,6 @@ import asyncio
 import statistics
 import time
 from dataclasses import dataclass
-from typing import Any
 
 from raylight.algorithms.policy import PolicyAlgorithm
 from raylight.trainer.components.learner_ranks import LearnerRanks
@@ -32,7 +31,7 @@ class Evaluator(ModelSelection):
         rollouts: PolicyRollouts,
         learners: LearnerRanks,
         algorithm: PolicyAlgorithm,
-        tasks: list[Any],
+        tasks: list[object],
         report: Report,
     ) -> None:
         super().__init__(learners, algorithm, report, bool(tasks))

@@ -81,7 +81,7 @@ class PolicyLoop(StepLoop):
         self,
         run: PolicyComponents,
         train_tasks: TaskSet,
-        val_tasks: list[Any],
+        val_tasks: list[object],
         report: Report,
         config: JsonObject,
         stop: StopRequest | None = None,

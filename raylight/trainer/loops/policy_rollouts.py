@@ -7,7 +7,6 @@ import contextlib
 import logging
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
-from typing import Any
 
 from raylight._utils.aio import BroadcastCondition
 from raylight.config import MODEL_NAME
@@ -147,7 +146,7 @@ class PolicyRollouts:
     async def evaluate(
         self,
         step: int,
-        tasks: list[Any],
+        tasks: list[object],
         samples: int,
         progress: Progress,
         names: Mapping[str, str] | None = None,
@@ -260,7 +259,7 @@ async def cancel_left(run: PolicyComponents) -> None:
             await asyncio.wait_for(cancel_undecided(run.store, run.start), CANCEL_TIMEOUT_S)
 
 
-def _source_of(tasks: list[Any], index: int) -> JsonObject:
+def _source_of(tasks: list[object], index: int) -> JsonObject:
     """Return the metadata with the source of a validation task."""
     source = tasks.sources[index] if isinstance(tasks, SourcedTasks) else None
     return {} if source is None else {SOURCE: source}

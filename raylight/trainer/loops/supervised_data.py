@@ -93,7 +93,7 @@ class _ExampleReader:
         self._is_scored = isinstance(algorithm, RewardModel)
         self.notes: list[str] = []
 
-    def read(self, source: Any, name: str) -> list[Example]:
+    def read(self, source: object, name: str) -> list[Example]:
         """Return the examples of a source.
 
         Args:
@@ -115,7 +115,7 @@ class _ExampleReader:
             )
         return examples
 
-    def _from_values(self, source: Any, name: str) -> Iterator[Example]:
+    def _from_values(self, source: object, name: str) -> Iterator[Example]:
         """Yield the examples of a file or of a list."""
         if not getattr(self._tokenizer, "chat_template", None):
             raise ConfigError(
@@ -137,7 +137,7 @@ class _ExampleReader:
         if empty:
             raise DatasetError(f"{name} is empty; give at least one example")
 
-    def _conversation(self, value: Any, source: str) -> Example:
+    def _conversation(self, value: object, source: str) -> Example:
         return Example(source, (self._encode(Demonstration.parse(value, source), source),))
 
     def _pair(self, value: Any, source: str) -> Example:
@@ -145,7 +145,7 @@ class _ExampleReader:
         answers = self._encode(chosen, f"{source}, chosen"), self._encode(rejected, f"{source}, rejected")
         return Example(source, answers, self._margin(value, source))
 
-    def _margin(self, value: Mapping[str, Any], source: str) -> float:
+    def _margin(self, value: Mapping[str, object], source: str) -> float:
         margin = value.get("margin", 0.0)
         if not self._is_scored:
             return 0.0
@@ -217,7 +217,7 @@ class _ExampleReader:
         if empty:
             self.notes.append(f"{name}: {empty} of {len(chosen)} examples have no recorded tokens to learn")
 
-    def _check_tokenizer(self, config: Mapping[str, Any], name: str) -> None:
+    def _check_tokenizer(self, config: Mapping[str, object], name: str) -> None:
         """Raise a ConfigError if the model of a run has another tokenizer. A note says if it is not there.
 
         Args:
@@ -258,7 +258,7 @@ class _ExampleReader:
         return tuple(map(LearnedRow.from_trajectory, rows))
 
 
-def is_store(source: Any) -> bool:
+def is_store(source: object) -> bool:
     """Return True for a run directory, or the file of a store."""
     if not isinstance(source, str | Path):
         return False

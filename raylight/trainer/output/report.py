@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Self
 
 import yaml
 
@@ -111,7 +111,7 @@ class Report(ProgressReporter):
         config: JsonObject,
         started: float | None = None,
         last_logged_step: int | None = None,
-        loggers: Iterable[Any] | None = None,
+        loggers: Iterable[object] | None = None,
     ) -> None:
         super().__init__(display)
         self.folder = folder

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import yaml
 
@@ -107,7 +106,7 @@ def read_config(folder: Path) -> JsonObject | None:
     return content if isinstance(content, dict) and is_small else None
 
 
-def _size(value: Any, sizes: dict[int, int]) -> int:
+def _size(value: object, sizes: dict[int, int]) -> int:
     """Return the number of values within a value, in which aliases may repeat one many times.
 
     Args:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import reprlib
-from typing import Any
 
 from raylight.traces.messages import TraceToMessages
 from raylight.trainer.output.loggers import SampledRollout
@@ -50,7 +49,7 @@ def _message_text(message: JsonObject) -> str:
     return content if isinstance(content, str) else _as_json(content)
 
 
-def _as_json(value: Any) -> str:
+def _as_json(value: object) -> str:
     return json.dumps(value, ensure_ascii=False, default=reprlib.repr)
 
 

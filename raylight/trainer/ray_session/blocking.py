@@ -46,7 +46,7 @@ def run_blocking(
         stop: asks the work to end by itself, in its event loop; called at the first interrupt instead.
     """
     result: concurrent.futures.Future[T] = concurrent.futures.Future()
-    started: concurrent.futures.Future[tuple[asyncio.AbstractEventLoop, asyncio.Task[Any]]] = (
+    started: concurrent.futures.Future[tuple[asyncio.AbstractEventLoop, asyncio.Task[object]]] = (
         concurrent.futures.Future()
     )
 
@@ -147,7 +147,7 @@ def ignored_interrupts(reason: str) -> Iterator[None]:
         yield
         return
 
-    def warn(number: int, frame: Any) -> None:
+    def warn(number: int, frame: object) -> None:
         logger.warning("%s; please wait", reason)
 
     previous = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}

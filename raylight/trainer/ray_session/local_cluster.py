@@ -73,7 +73,7 @@ CONNECT_TIMEOUT_S = 2.0
 POLL_S = 0.05
 
 
-def start_local_cluster(timeout_s: float, log_to_driver: bool = True, **options: Any) -> None:
+def start_local_cluster(timeout_s: float, log_to_driver: bool = True, **options: object) -> None:
     """Start a Ray cluster that ends with this process, and connect to it.
 
     All its ports are bound to the loopback interface, unless RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER, Ray's switch
@@ -160,7 +160,7 @@ def _start_settings(timeout_s: float, log_to_driver: bool, created: list[_LocalN
     Args:
         created: receives the node.
     """
-    constants: dict[str, Any] = {}
+    constants: dict[str, object] = {}
     if "RAY_DASHBOARD_STARTUP_TIMEOUT_S" not in os.environ:
         constants["RAY_DASHBOARD_STARTUP_TIMEOUT_S"] = timeout_s
     if ray_constants.ENABLE_RAY_CLUSTERS_ENV_VAR not in os.environ:
@@ -234,7 +234,7 @@ class _LocalNode(ray_node.Node):
         """The folder of this session's logs; Ray's folder before there is one."""
         return getattr(self, "_logs_dir", None) or get_default_ray_temp_dir()
 
-    def start_api_server(self, **options: Any) -> None:
+    def start_api_server(self, **options: object) -> None:
         self._dashboard = options
 
     def start_ray_processes(self) -> None:

@@ -85,7 +85,7 @@ class EvalRun(RunSpec[ServedSettings, RolloutComponents, ProgressReporter]):
         settings: RolloutSettings,
         chosen: EvalSettings,
         agent: LitAgent,
-        tasks: list[Any],
+        tasks: list[object],
         requested: RunSettings,
     ) -> Self:
         """Return the run that a call of `Trainer.evaluate` asks for.

@@ -92,7 +92,7 @@ class PolicyRun(ServedTrainingRun):
         algorithm: PolicyAlgorithm,
         inputs: Inputs,
         requested: RunSettings,
-        adapter: Any = None,
+        adapter: object = None,
         resume: Resume = False,
     ) -> Self:
         """Return the run that a call of `Trainer.fit` asks for.

@@ -52,7 +52,7 @@ class GivenSettings:
     settings: RunSettings
     """Before the algorithm adjusts them."""
     resources: NamedResources
-    components: dict[str, Any]
+    components: dict[str, object]
     """Components as they were specified, by the name of the argument."""
     process: dict[str, Any]
     """Values of `PROCESS_ARGUMENTS`."""
@@ -76,7 +76,7 @@ def parse_role(role: Role | None, run_name: str | None) -> tuple[Role, str | Non
     return cast("Role", chosen), run_name or os.environ.get("RAYLIGHT_RUN") or None
 
 
-def parse_resources(resources: Any) -> NamedResources:
+def parse_resources(resources: object) -> NamedResources:
     """Return resources by name.
 
     Raises:
@@ -102,7 +102,7 @@ def parse_hooks(hooks: Any) -> tuple[Hook, ...]:
     return cast("tuple[Hook, ...]", built)
 
 
-def parse_group_reward(spec: Any) -> GroupReward | None:
+def parse_group_reward(spec: object) -> GroupReward | None:
     """Return the function of a group reward.
 
     Raises:
@@ -121,7 +121,7 @@ def parse_group_reward(spec: Any) -> GroupReward | None:
     return cast("GroupReward", function)
 
 
-def parse_store(store: Any) -> StoreConfig | StoreClient:
+def parse_store(store: object) -> StoreConfig | StoreClient:
     """Return the settings of the run's own store, or the client of a store that other processes can reach.
 
     Raises:
@@ -141,7 +141,7 @@ def parse_store(store: Any) -> StoreConfig | StoreClient:
     return store
 
 
-def parse_algorithm(spec: Any, num_epochs: int | None) -> TrainerAlgorithm | None:
+def parse_algorithm(spec: object, num_epochs: int | None) -> TrainerAlgorithm | None:
     """Return the algorithm, with another number of epochs if `num_epochs` is given.
 
     Raises:
@@ -194,12 +194,12 @@ def chosen_algorithm(algorithm: TrainerAlgorithm | None, dev: bool) -> TrainerAl
     return algorithm
 
 
-def given_names(**arguments: Any) -> list[str]:
+def given_names(**arguments: object) -> list[str]:
     """Return the names of the arguments that are not None, in alphabetical order."""
     return sorted(name for name, value in arguments.items() if value is not None)
 
 
-def check_no_proxy(algorithm: PolicyAlgorithm, llm_proxy: Any) -> None:
+def check_no_proxy(algorithm: PolicyAlgorithm, llm_proxy: object) -> None:
     """Raise a ConfigError if a proxy was given, which an algorithm that trains a policy does not read."""
     if llm_proxy is not None:
         raise ConfigError(
@@ -208,7 +208,7 @@ def check_no_proxy(algorithm: PolicyAlgorithm, llm_proxy: Any) -> None:
         )
 
 
-def check_unread(algorithm: SupervisedAlgorithm, inputs: Iterable[Any], arguments: Iterable[str]) -> None:
+def check_unread(algorithm: SupervisedAlgorithm, inputs: Iterable[object], arguments: Iterable[str]) -> None:
     """Raise a ConfigError if something was given that a run without rollouts does not read.
 
     Args:

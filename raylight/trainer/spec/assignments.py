@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Sequence
-from typing import Any
 
 import yaml
 
@@ -47,7 +46,7 @@ def apply_assignment(settings: JsonObject, text: str, sections: Sequence[str]) -
     set_nested(settings, path, _as_number(parsed) if isinstance(parsed, str) else parsed, f"--set {text}")
 
 
-def set_nested(settings: JsonObject, path: Sequence[str], value: Any, described: str) -> None:
+def set_nested(settings: JsonObject, path: Sequence[str], value: object, described: str) -> None:
     """Set a value in nested settings, in place.
 
     Raises:
@@ -66,7 +65,7 @@ def set_nested(settings: JsonObject, path: Sequence[str], value: Any, described:
     target[path[-1]] = value
 
 
-def _key_without_space(value: Any) -> str | None:
+def _key_without_space(value: object) -> str | None:
     """Return a key `name:value` of a mapping, which lacks the space after its colon; None without one."""
     if isinstance(value, list):
         return next(filter(None, map(_key_without_space, value)), None)
@@ -76,7 +75,7 @@ def _key_without_space(value: Any) -> str | None:
     return next(glued, None) or _key_without_space(list(value.values()))
 
 
-def _as_number(text: str) -> Any:
+def _as_number(text: str) -> object:
     """Return `1e-5` as a number, which YAML 1.1 reads as a string; other texts unchanged."""
     try:
         return float(text) if "e" in text.lower() and text[:1].isdigit() else text

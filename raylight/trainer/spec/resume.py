@@ -14,7 +14,6 @@ import secrets
 import threading
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from raylight.config import LearnerConfig, LoraConfig
 from raylight.errors import ConfigError, StoreError
@@ -234,7 +233,7 @@ def prepare_states(start: ResumePoint, state_url: str, config: JsonObject) -> No
         states.complete(0, state_metadata(start, config, **progress))
 
 
-def state_metadata(start: ResumePoint, config: JsonObject, **progress: Any) -> JsonObject:
+def state_metadata(start: ResumePoint, config: JsonObject, **progress: object) -> JsonObject:
     """Return the JSON that is stored with a training state.
 
     Args:

@@ -134,7 +134,7 @@ class RunFile(Config):
         Nothing is imported: the settings of an algorithm that a dotted name stands for remain as given.
         """
         content = self.model_dump(mode="json", exclude={"run"})
-        algorithm: Any = None
+        algorithm: object = None
         with names_only(), contextlib.suppress(NotImportedError):
             algorithm = build_algorithm(self.algorithm)
         if isinstance(algorithm, PolicyAlgorithm | SupervisedAlgorithm):
@@ -200,7 +200,7 @@ def build_algorithm(given: JsonObject) -> PolicyAlgorithm | SupervisedAlgorithm 
 
 
 def load_run_file(
-    source: str | Path, assignments: Sequence[str] = (), options: Mapping[str, Any] | None = None
+    source: str | Path, assignments: Sequence[str] = (), options: Mapping[str, object] | None = None
 ) -> RunFile:
     """Read a run file, or make one for an agent.
 
@@ -266,7 +266,7 @@ def _read_settings(path: Path) -> JsonObject:
     return values
 
 
-def _check_expressible(value: Any, name: str, path: str) -> None:
+def _check_expressible(value: object, name: str, path: str) -> None:
     """Raise a ConfigError if a setting, or one inside it, was given in code."""
     if isinstance(value, dict):
         for key, inner in value.items():
@@ -347,7 +347,7 @@ def describe_algorithm(algorithm: PolicyAlgorithm | SupervisedAlgorithm | Algori
     return {"name": name, **settings}
 
 
-def _describe_source(source: Any) -> str | None:
+def _describe_source(source: object) -> str | None:
     """Return examples as a file, a run directory or a dotted name, `IN_CODE` if they are not one of these."""
     if source is None:
         return None
@@ -370,12 +370,12 @@ def describe_resources(resources: NamedResources) -> JsonObject:
     return described
 
 
-def describe_data(dataset: Any) -> str | None:
+def describe_data(dataset: object) -> str | None:
     """Return the source of a dataset: None without one, `IN_CODE` if its tasks are not those of a file."""
     return None if dataset is None else getattr(dataset, "path", None) or IN_CODE
 
 
-def describe_component(spec: Any, is_data: bool = False) -> Any:
+def describe_component(spec: object, is_data: bool = False) -> Any:
     """Return the specification of a component as YAML values; `IN_CODE` if it has no such form.
 
     Args:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
 
 from raylight.agent.decorators import BUILTIN_PARAMETERS
 from raylight.agent.litagent import LitAgent
@@ -116,12 +115,12 @@ def with_sampling(
     }
 
 
-def is_unfilled(resource: Any) -> bool:
+def is_unfilled(resource: object) -> bool:
     """Return True for a model without an endpoint, which the run fills with the model that it serves."""
     return isinstance(resource, LLM) and not resource.endpoint and not resource.tokenizer_only
 
 
-def must_have_endpoints(resources: Iterable[tuple[str, Any]], algorithm: Any) -> None:
+def must_have_endpoints(resources: Iterable[tuple[str, object]], algorithm: object) -> None:
     """Raise a ConfigError if a model has no endpoint in a run that serves none."""
     if empty := [name for name, resource in resources if is_unfilled(resource)]:
         raise ConfigError(

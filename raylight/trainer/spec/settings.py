@@ -7,7 +7,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any, Self
+from typing import Self
 
 from raylight import __version__
 from raylight.agent.resources import NamedResources
@@ -182,7 +182,7 @@ class CommonSettings(ABC):
     """Settings of the runners. `start_timeout_s` is also the deadline of the connection to Ray."""
 
     @classmethod
-    def extending(cls, base: CommonSettings, **others: Any) -> Self:
+    def extending(cls, base: CommonSettings, **others: object) -> Self:
         """Return the settings of `base` with those that this class has too, or that replace them."""
         return cls(**{part.name: getattr(base, part.name) for part in fields(base)} | others)
 

@@ -22,7 +22,7 @@ class FileTasks(list[Any]):
         path: the file, which a run writes to its `config.yaml`; None if not all of its tasks are here.
     """
 
-    def __init__(self, tasks: list[Any], path: str | None) -> None:
+    def __init__(self, tasks: list[object], path: str | None) -> None:
         super().__init__(tasks)
         self.path = path
 
@@ -60,21 +60,21 @@ def _tasks(path: Path) -> Iterator[Any]:
     return _json_entries(path) if path.suffix == ".json" else _json_lines(path)
 
 
-def _json_lines(path: Path) -> Iterator[Any]:
+def _json_lines(path: Path) -> Iterator[object]:
     with path.open(encoding="utf-8") as file:
         for number, line in enumerate(file, 1):
             if line.strip():
                 yield _parse(line, f"{path}, line {number}")
 
 
-def _json_entries(path: Path) -> Iterator[Any]:
+def _json_entries(path: Path) -> Iterator[object]:
     content = _parse(path.read_text(encoding="utf-8"), str(path))
     if not isinstance(content, list):
         raise DatasetError(f"{path} has a JSON {type(content).__name__}; write a list of tasks")
     return iter(content)
 
 
-def _parquet_rows(path: Path) -> Iterator[Any]:
+def _parquet_rows(path: Path) -> Iterator[object]:
     try:
         import pyarrow
         from pyarrow import parquet

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from typing import Any, Protocol, Self
+from typing import Protocol, Self
 
 from raylight.advisories import Advisory
 from raylight.trainer.output.loggers.protocol import Display, Metrics
@@ -14,9 +14,9 @@ logger = logging.getLogger(__name__)
 class OpenDisplay(Display, Protocol):
     """A display that is opened and closed."""
 
-    def __enter__(self) -> Any: ...
+    def __enter__(self) -> object: ...
 
-    def __exit__(self, *error: Any) -> None: ...
+    def __exit__(self, *error: object) -> None: ...
 
 
 class GuardedDisplay:
@@ -30,7 +30,7 @@ class GuardedDisplay:
         self._call("__enter__")
         return self
 
-    def __exit__(self, *error: Any) -> None:
+    def __exit__(self, *error: object) -> None:
         self._try("__exit__", *error)  # also after a failure: it ends threads and shows the cursor again
 
     def stage(self, text: str) -> None:
@@ -48,11 +48,11 @@ class GuardedDisplay:
     def advise(self, advisory: Advisory) -> None:
         self._call("advise", advisory)
 
-    def _call(self, method: str, *args: Any) -> None:
+    def _call(self, method: str, *args: object) -> None:
         if not self._failed:
             self._try(method, *args)
 
-    def _try(self, method: str, *args: Any) -> None:
+    def _try(self, method: str, *args: object) -> None:
         try:
             getattr(self._display, method)(*args)
         except (Exception, SystemExit):  # rich exits when its pipe is closed

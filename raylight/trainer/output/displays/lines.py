@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Self
+from typing import Self
 
 from rich.console import Console
 
@@ -22,7 +22,7 @@ class SilentDisplay:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, *error: Any) -> None:
+    def __exit__(self, *error: object) -> None:
         pass
 
     def stage(self, text: str) -> None:

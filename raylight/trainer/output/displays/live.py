@@ -98,7 +98,7 @@ class NotebookDisplay(_ViewDisplay):
         self._thread.start()
         return self
 
-    def __exit__(self, *error: Any) -> None:
+    def __exit__(self, *error: object) -> None:
         self._ending.set()
         self._thread.join()
         self._print_advisory()

@@ -31,7 +31,7 @@ class LoggerGroup:
 
     def __init__(
         self,
-        loggers: Iterable[Any],
+        loggers: Iterable[object],
         folder: Path,
         display: Display,
         history: Sequence[Metrics],
@@ -89,7 +89,7 @@ class LoggerGroup:
         for loss in filter(None, (each.loss for each in threads)):
             self._display.note(loss)
 
-    def _call(self, method: str, *args: Any) -> None:
+    def _call(self, method: str, *args: object) -> None:
         for index, each in enumerate(self._loggers):
             if (function := getattr(each, method, None)) is None:
                 continue

@@ -28,7 +28,7 @@ TRACKERS: dict[str, tuple[str, str]] = {
 is also the name of an extra of raylight."""
 
 
-def find_loggers(loggers: Iterable[Any] | None) -> tuple[Any, ...]:
+def find_loggers(loggers: Iterable[object] | None) -> tuple[object, ...]:
     """Replace names by what they name, so that a wrong name is an error before the run starts.
 
     Args:
@@ -50,7 +50,7 @@ def is_installed(tracker: str) -> bool:
     return importlib.util.find_spec(TRACKERS[tracker][0]) is not None
 
 
-def _find(entry: Any) -> Any:
+def _find(entry: object) -> Any:
     if isinstance(entry, dict) and isinstance(entry.get("type"), str):
         return entry | {"type": _find(entry["type"])}
     if not isinstance(entry, str):
