@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from typing import Any
 
 from raylight.types.json_object import JsonObject, dicts_in
 
@@ -20,7 +19,7 @@ REASONING_PARTS = frozenset({"thinking", "redacted_thinking", "reasoning"})
 """Types of the blocks of content that are reasoning."""
 
 
-def reasoning_of(message: Mapping[str, Any]) -> str:
+def reasoning_of(message: Mapping[str, object]) -> str:
     """Return the reasoning of an answer: a field of the message, or its blocks of thinking; "" if none."""
     for name in REASONING_NAMES:
         if isinstance(text := message.get(name), str) and text:
@@ -37,7 +36,7 @@ def reasoning_of(message: Mapping[str, Any]) -> str:
     return "\n".join(texts)
 
 
-def is_reasoning(part: Any) -> bool:
+def is_reasoning(part: object) -> bool:
     """Return True if a part of a message's content is reasoning, readable or not."""
     return isinstance(part, Mapping) and part.get("type") in REASONING_PARTS
 
@@ -52,7 +51,7 @@ def reasoning_fields(reasoning: str, has_text_and_calls: bool) -> dict[str, str]
     return dict.fromkeys(names, reasoning)
 
 
-def arguments_for_template(arguments: Any) -> JsonObject:
+def arguments_for_template(arguments: object) -> JsonObject:
     """Return the arguments of an earlier tool call as the mapping that chat templates take.
 
     Arguments that are not a JSON object, such as cut-off text, a list or a number, are shown as text, so that

@@ -75,7 +75,7 @@ PROTECTED = frozenset(
 """Names of fields that shape what is sampled, recorded or answered, at any depth of a request."""
 
 
-def drop_field(value: Any, path: Sequence[str]) -> Any:
+def drop_field(value: object, path: Sequence[str]) -> Any:
     """Return a decoded value without a field; the same object if it lacks the field.
 
     Args:

@@ -131,13 +131,13 @@ class RolloutConfig(Config):
 
     @field_validator("timeout_seconds", "unresponsive_seconds", "max_seconds", mode="before")
     @classmethod
-    def _read_infinity(cls, seconds: Any) -> Any:
+    def _read_infinity(cls, seconds: object) -> Any:
         """Return None for infinity, which means no limit too."""
         return None if isinstance(seconds, float) and seconds == math.inf else seconds
 
     @field_validator("retry_condition", mode="before")
     @classmethod
-    def _sort_set(cls, condition: Any) -> Any:
+    def _sort_set(cls, condition: object) -> Any:
         return sorted(condition, key=str) if isinstance(condition, set | frozenset) else condition
 
     @property
@@ -190,7 +190,7 @@ class EnqueueRolloutRequest(StrictModel):
 
     @field_validator("config", "metadata", mode="before")
     @classmethod
-    def _replace_none(cls, value: Any) -> Any:
+    def _replace_none(cls, value: object) -> Any:
         return {} if value is None else value
 
 

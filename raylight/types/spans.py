@@ -229,7 +229,7 @@ def span_json(span: Span) -> str:
     return body
 
 
-def _without_defaults(part: Any) -> Any:
+def _without_defaults(part: object) -> Any:
     """Return the fields of a model that differ from their defaults; another value as it is."""
     return part.model_dump(exclude_defaults=True) if isinstance(part, BaseModel) else part
 
@@ -265,7 +265,7 @@ def _convert_resource(resource: Resource) -> OtelResource:
 SCALARS = frozenset({str, int, float, bool, type(None)})
 
 
-def plain_attributes(attributes: Mapping[str, Any] | None) -> Attributes:
+def plain_attributes(attributes: Mapping[str, object] | None) -> Attributes:
     """Return a copy of attributes that JSON can represent.
 
     Bytes, which OpenTelemetry allows, become hexadecimal text, as they do in spans received over OTLP.
@@ -275,7 +275,7 @@ def plain_attributes(attributes: Mapping[str, Any] | None) -> Attributes:
     return {key: value if type(value) in SCALARS else _plain(value) for key, value in attributes.items()}
 
 
-def _plain(value: Any) -> Any:
+def _plain(value: object) -> Any:
     if isinstance(value, bytes):
         return value.hex()
     if isinstance(value, tuple | list):  # fast path for long lists of numbers

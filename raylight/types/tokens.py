@@ -294,7 +294,7 @@ class FinishedRollout:
         return self.rollout.group_id or self.rollout.rollout_id
 
 
-def _set_array(item: Any, name: str, dtype: type[np.generic]) -> None:
+def _set_array(item: object, name: str, dtype: type[np.generic]) -> None:
     """Replace a field of a frozen dataclass by a read-only array, without a copy if it is one already."""
     values: ArrayLike = getattr(item, name)
     array = np.asarray(values, dtype).view()
