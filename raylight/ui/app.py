@@ -171,7 +171,7 @@ class Ui:
         self._folders: dict[str, RunFolder] = {}
         self._finding = threading.Lock()
         self._open: dict[str, ShownRun] = {}
-        self._tokens: dict[tuple[Any, ...], list[token_view.TokenRow]] = {}
+        self._tokens: dict[tuple[object, ...], list[token_view.TokenRow]] = {}
         """Rows of tokens by store and rollout."""
         self.find()
 
@@ -209,7 +209,7 @@ class Ui:
         folders = await asyncio.to_thread(self.find)
         return {"runs": [await asyncio.to_thread(folder.card) for folder in folders]}
 
-    async def details(self, request: Request) -> Any:
+    async def details(self, request: Request) -> object:
         """Return a run's card with all that its page shows beside curves."""
         return await asyncio.to_thread(self.run(request).folder.details)
 
@@ -220,7 +220,7 @@ class Ui:
         names = request.query_params.get("names")
         return {"columns": metrics.columns(names.split(",") if names else None)}
 
-    async def evaluations(self, request: Request) -> Any:
+    async def evaluations(self, request: Request) -> object:
         """Return the evaluations of a run."""
         folder = self.run(request).folder
         await asyncio.to_thread(folder.metrics.refresh)
@@ -266,14 +266,14 @@ class Ui:
         total, items = await asyncio.to_thread(find)
         return {"total": total, "items": items, **await asyncio.to_thread(index.counts)}
 
-    async def points(self, request: Request) -> Any:
+    async def points(self, request: Request) -> object:
         """Return columns of the rollouts that match, for scatter plots."""
         index, query = await self.run(request).index(), request.query_params
         limit = _integer(query, "limit", 5_000, 1, MAX_POINTS)
         total, columns = await asyncio.to_thread(index.points, _filters(query), limit)
         return {"total": total, "columns": columns}
 
-    async def failures(self, request: Request) -> Any:
+    async def failures(self, request: Request) -> object:
         """Return the errors of the rollouts."""
         index = await self.run(request).index()
         return {"items": await asyncio.to_thread(index.failures)}
@@ -313,7 +313,7 @@ class Ui:
         columns = await asyncio.to_thread(token_view.page, row, offset, limit, tokenizer)
         return {"row": number, "rows": len(rows), "total": len(row.ids), "offset": offset, "columns": columns}
 
-    async def token_summary(self, request: Request) -> Any:
+    async def token_summary(self, request: Request) -> object:
         """Return the means of parts of a row of tokens."""
         _, _, row = await self._row(request)
         bins = _integer(request.query_params, "bins", 512, 1, token_view.MAX_BINS)
@@ -323,7 +323,7 @@ class Ui:
         """Return what is stored of a rollout."""
         return await rollout_view.show_raw(await self.run(request).store(), request.path_params["rollout"])
 
-    async def request_of_call(self, request: Request) -> Any:
+    async def request_of_call(self, request: Request) -> object:
         """Return the request of a call."""
         store, path = await self.run(request).store(), request.path_params
         return await rollout_view.show_request(store, path["rollout"], path["call"])
@@ -479,7 +479,7 @@ async def run_events(run: ShownRun) -> AsyncIterator[bytes]:
     folder, sent = run.folder, len(run.folder.metrics.rows)
     last: JsonObject = {}
 
-    def changed(kind: str, data: Any) -> list[bytes]:
+    def changed(kind: str, data: object) -> list[bytes]:
         if last.get(kind) == data:
             return []
         last[kind] = data
@@ -513,7 +513,7 @@ async def run_events(run: ShownRun) -> AsyncIterator[bytes]:
         await pause(REFRESH_S)  # files of another process raise no event
 
 
-def json_text(value: Any) -> str:
+def json_text(value: object) -> str:
     """Return a value as ASCII JSON; what JSON lacks, such as NaN, is null."""
     try:
         return json.dumps(value, allow_nan=False)

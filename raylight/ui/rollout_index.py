@@ -355,10 +355,10 @@ def _card(row: tuple[Any, ...]) -> JsonObject:
     }
 
 
-def _where(filters: Mapping[str, Any]) -> tuple[str, list[Any]]:
+def _where(filters: Mapping[str, object]) -> tuple[str, list[object]]:
     """Return a `WHERE` clause and its values."""
     conditions: list[str] = []
-    values: list[Any] = []
+    values: list[object] = []
     columns = {
         "mode": "r.mode = ?",
         "status": "r.status = ?",
@@ -377,7 +377,7 @@ def _where(filters: Mapping[str, Any]) -> tuple[str, list[Any]]:
 
 
 @contextlib.contextmanager
-def _query_errors(filters: Mapping[str, Any]) -> Iterator[None]:
+def _query_errors(filters: Mapping[str, object]) -> Iterator[None]:
     """Turn an error in a search query into a QueryError."""
     try:
         yield
@@ -421,7 +421,7 @@ def open_index(file: Path, store: Path) -> sqlite3.Connection:
     raise sqlite3.OperationalError(f"{file} cannot be created")
 
 
-def index_row(line: RolloutLine) -> tuple[Any, ...]:
+def index_row(line: RolloutLine) -> tuple[object, ...]:
     """Return the values of `_FIELDS`."""
     task = (
         line.task if isinstance(line.task, str) else json.dumps(line.task, default=repr, ensure_ascii=False)

@@ -200,7 +200,7 @@ def advantages_of(
     return means
 
 
-def plain(value: Any) -> Any:
+def plain(value: object) -> Any:
     """Return a value as JSON has it; what JSON lacks as text."""
     if isinstance(value, float):
         return value if np.isfinite(value) else None
@@ -216,7 +216,7 @@ def plain(value: Any) -> Any:
 
 
 def _calls(
-    generations: Sequence[Generation], lineages: Sequence[CallLineage], spans: Mapping[Any, Span]
+    generations: Sequence[Generation], lineages: Sequence[CallLineage], spans: Mapping[object, Span]
 ) -> list[JsonObject]:
     """Return the calls in order, each with the messages that its agent had not sent before."""
     known: dict[str | None, list[Any]] = {}
@@ -296,7 +296,7 @@ def _kind(span: Span) -> str:
     return "tool" if OPERATION_NAME in span.attributes else "other"
 
 
-def _cut(value: Any) -> Any:
+def _cut(value: object) -> object:
     text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
     if len(text) <= MAX_ATTRIBUTE:
         return value
@@ -323,7 +323,7 @@ def _answers(spans: Sequence[Span]) -> str:
     return "\n\n".join(said)
 
 
-def _json(value: Any, default: Any) -> Any:
+def _json(value: Any, default: object) -> Any:
     """Return the content of an attribute that holds JSON, or the default."""
     try:
         return json.loads(value)

@@ -327,14 +327,14 @@ def _row(line: bytes) -> Metrics | None:
     }
 
 
-def _finite(value: Any) -> float | None:
+def _finite(value: object) -> float | None:
     """Return a number; None for what is none, or not finite."""
     if isinstance(value, int):
         return value if abs(value) <= 2**63 else None
     return value if isinstance(value, float) and math.isfinite(value) else None
 
 
-def _flat(values: JsonObject, prefix: str = "") -> Iterable[tuple[str, Any]]:
+def _flat(values: JsonObject, prefix: str = "") -> Iterable[tuple[str, object]]:
     for name, value in values.items():
         if isinstance(value, dict) and value:
             yield from _flat(value, f"{prefix}{name}.")

@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import os
 from collections import Counter, defaultdict
-from typing import Any
 from urllib.parse import urlsplit
 
 import psutil
@@ -55,7 +54,7 @@ async def show_workers(store: StoreReader, folder: RunFolder) -> JsonObject:
     return shown | {"actors": actors}
 
 
-def check_own(dashboard: Any) -> None:
+def check_own(dashboard: object) -> None:
     """Check that a dashboard is that of a cluster of this user, which may receive Ray's token.
 
     The address is from `config.yaml`, which may be a stranger's. It must be that of RAY_API_SERVER_ADDRESS or
