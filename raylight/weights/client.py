@@ -35,7 +35,7 @@ PATIENCE_S = 40.0
 not help: on a busy machine the new process takes long to start."""
 
 
-async def call_coordinator(coordinator: Any, method: str, *args: Any, within: float = 0.0) -> Any:
+async def call_coordinator(coordinator: object, method: str, *args: object, within: float = 0.0) -> Any:
     """Call a method that itself takes up to `within` seconds.
 
     Args:
@@ -68,7 +68,7 @@ async def call_coordinator(coordinator: Any, method: str, *args: Any, within: fl
         ) from None
 
 
-async def call_until_answered(coordinator: Any, method: str, *args: Any, within: float = 0.0) -> Any:
+async def call_until_answered(coordinator: object, method: str, *args: object, within: float = 0.0) -> Any:
     """Call a method, and repeat the call while the coordinator restarts.
 
     Raises:
@@ -87,7 +87,7 @@ async def call_until_answered(coordinator: Any, method: str, *args: Any, within:
             await pause(RETRY_DELAY_S)
 
 
-async def wait_for_turn(coordinator: Any, method: str, name: str, limit: float) -> None:
+async def wait_for_turn(coordinator: object, method: str, name: str, limit: float) -> None:
     """Call `enter_start` or `hold_starts` until it grants a turn.
 
     Args:

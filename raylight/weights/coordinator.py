@@ -125,8 +125,8 @@ class ReplicaCoordinator:
         self,
         name: str,
         state: ReplicaState,
-        liveness_ref: list[Any] | None = None,
-        handle: Any = None,
+        liveness_ref: list[object] | None = None,
+        handle: object = None,
         workers: int = 1,
         node: str = "",
     ) -> None:
@@ -556,7 +556,7 @@ class ReplicaCoordinator:
             self.publication_s = self._now() - started
         return {name: self._result(name, pending) for name in pending.reached()}
 
-    def _result(self, name: str, pending: PendingOrder) -> Any:
+    def _result(self, name: str, pending: PendingOrder) -> object:
         asleep = pending.order.kind == "sleep"
         return self._quorum[name].state.awake_reason if asleep else pending.results.get(name)
 

@@ -36,7 +36,7 @@ FETCH_SHARE = 0.8
 PHASES = get_args(Phase)
 
 
-async def fetch_payload(payload_ref: list[Any]) -> Any:
+async def fetch_payload(payload_ref: list[Any]) -> object:
     """Fetch a payload from Ray's object store. Arrays that are on this node are mapped, not copied."""
     return await payload_ref[0]
 
@@ -62,13 +62,13 @@ class OrderExecutor:
         self,
         replica: str,
         engine: SyncedEngine,
-        coordinator: Any,
+        coordinator: object,
         on_coordinator_lost: Callable[[], Awaitable[None]],
         *,
         measure: Callable[[], EngineLoad] | None = None,
-        call_forever: Callable[[], list[Any]] | None = None,
-        handle: Any = None,
-        fetch: Callable[[list[Any]], Awaitable[Any]] = fetch_payload,
+        call_forever: Callable[[], list[object]] | None = None,
+        handle: object = None,
+        fetch: Callable[[list[Any]], Awaitable[object]] = fetch_payload,
         retry_delay_s: float = RETRY_DELAY_S,
         heartbeat_s: float = HEARTBEAT_S,
         node: str = "",
@@ -176,7 +176,7 @@ class OrderExecutor:
             self._answer = None
         return task
 
-    async def _call(self, method: str, *args: Any, within: float = 0.0) -> Any:
+    async def _call(self, method: str, *args: object, within: float = 0.0) -> Any:
         return await call_coordinator(self._coordinator, method, self._replica, *args, within=within)
 
     async def _with_heartbeats(self, work: Coroutine[Any, Any, TaskAnswer]) -> TaskAnswer:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
-from typing import Any
 
 from raylight._utils.aio import BroadcastCondition
 from raylight.weights.protocol import EngineLoad
@@ -31,7 +30,7 @@ class LocalReplica:
         self._logprobs, self._load = logprobs, load
         self.changed = BroadcastCondition()
 
-    async def publish(self, version: int, *args: Any, **kwargs: Any) -> dict[str, list[float] | None]:
+    async def publish(self, version: int, *args: object, **kwargs: object) -> dict[str, list[float] | None]:
         """Return that the engine has the weights, without log-probs."""
         return {"local": None}
 

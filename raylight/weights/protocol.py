@@ -59,7 +59,7 @@ class SyncedEngine(Protocol):
     workers: int
     """Number of processes that receive weights."""
 
-    async def init_weight_transfer_engine(self, info: Mapping[str, Any]) -> None:
+    async def init_weight_transfer_engine(self, info: Mapping[str, object]) -> None:
         """Join the group of the sender and all engines, and leave an earlier one.
 
         Args:
@@ -75,7 +75,7 @@ class SyncedEngine(Protocol):
         """Stop sampling, and prepare for new weights."""
         ...
 
-    async def update_weights(self, info: Any) -> None:
+    async def update_weights(self, info: object) -> None:
         """Receive weights.
 
         Args:
@@ -189,15 +189,15 @@ class SyncClient(Protocol):
     Each method returns when all engines have executed the phase.
     """
 
-    def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None: ...
+    def init_weight_transfer_engine(self, init_info: dict[str, object]) -> None: ...
 
     def start_weight_update(self) -> None: ...
 
-    def update_weights(self, update_info: Any) -> None: ...
+    def update_weights(self, update_info: object) -> None: ...
 
     def finish_weight_update(self, weight_version: str | None = None) -> None: ...
 
-    def send(self, update_info: Any) -> None:
+    def send(self, update_info: object) -> None:
         """Have all engines start, receive one update, and finish, in one call."""
         ...
 
@@ -224,7 +224,7 @@ class WeightReceiver(Protocol):
         """Join the sender's group."""
         ...
 
-    def receive(self, info: Mapping[str, Any]) -> Iterator[list[tuple[str, Any]]]:
+    def receive(self, info: Mapping[str, object]) -> Iterator[list[tuple[str, Any]]]:
         """Yield the names and tensors of one layer group after the other."""
         ...
 

@@ -29,7 +29,7 @@ class ShardCopies:
                 does not change is copied once, and not at all on a CPU.
         """
         copies: dict[str, torch.Tensor] = {}
-        copied: dict[Any, torch.Tensor] = {}
+        copied: dict[object, torch.Tensor] = {}
         """Copies by address, because tied tensors have several names."""
         for name, (tensor, dtype, changes) in tensors.items():
             local = tensor.to_local() if isinstance(tensor, DTensor) else tensor

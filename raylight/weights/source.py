@@ -66,7 +66,7 @@ class WeightSource:
         self._module, self._dtype, self._names = module, dtype, names
         self._adapter = adapter
         self._base: Any = base_model(module)
-        self._adapted: dict[str, Any] = {}
+        self._adapted: dict[str, object] = {}
         """Layers of peft by the names of what they adapt: a layer, or packed experts."""
         self._packed_experts: dict[str, str] = {}
         """Name of a layer of peft that adapts packed experts -> the name of these."""

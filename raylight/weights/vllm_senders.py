@@ -20,7 +20,7 @@ T = TypeVar("T")
 class VllmSender:
     """A `WeightSender` around a trainer engine of vLLM."""
 
-    def __init__(self, info: Any, client: SyncClient | DeferredFailures, source: WeightStream) -> None:
+    def __init__(self, info: object, client: SyncClient | DeferredFailures, source: WeightStream) -> None:
         from vllm.distributed.weight_transfer.factory import WeightTransferTrainerFactory
 
         def open_engine() -> Any:
@@ -51,7 +51,7 @@ class DeferredFailures:
     def start_weight_update(self) -> None:
         self._try(self._client.start_weight_update)
 
-    def update_weights(self, update_info: Any) -> None:
+    def update_weights(self, update_info: object) -> None:
         self._try(lambda: self._client.update_weights(update_info))
 
     def finish_weight_update(self, weight_version: str | None = None) -> None:
