@@ -318,7 +318,7 @@ def _evaluation_policy(scores_seed: bool) -> Any:
     from gepa.strategies.eval_policy import FullEvaluationPolicy
 
     class Policy(FullEvaluationPolicy):
-        def get_seed_eval_batch(self, loader: Any) -> list[object]:
+        def get_seed_eval_batch(self, loader: Any) -> list[Any]:
             return list(loader.all_ids()) if scores_seed else []
 
     return Policy()
