@@ -31,7 +31,7 @@ def main(arguments: list[str] | None = None) -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--model", help="folder or name of a chat model; left out: a tiny one is made")
-    parser.add_argument("--steps", type=int, default=15, help=f"each of {SESSIONS_PER_STEP} rewarded tickets")
+    parser.add_argument("--steps", type=int, default=30, help=f"each of {SESSIONS_PER_STEP} rewarded tickets")
     parser.add_argument("--delay", type=float, default=5.0, help="mean seconds until a customer answers")
     parser.add_argument("--lease", type=float, default=2.0, help="seconds until a silent session expires")
     parser.add_argument("--port", type=int, default=8000)
@@ -47,7 +47,7 @@ def main(arguments: list[str] | None = None) -> None:
     model = args.model or recipe_model(
         demonstrations, args.output_dir / "initial", size="tiny", steps=100, seed=args.seed
     )
-    settings = {"n_steps": args.steps, "lr": 1e-6 if args.model else 5e-4}
+    settings = {"n_steps": args.steps, "lr": 1e-6 if args.model else 1e-3}
     gpus = {"num_gpus": 0} if args.cpu else {}
     key = secrets.token_hex(20)
     trainer = OnlineTrainer(
