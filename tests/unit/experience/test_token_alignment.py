@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import AddedToken
 from tokenizers.processors import ByteLevel
@@ -22,7 +22,6 @@ def encoded(tokenizer, text: str) -> list[int]:
     return tokenizer.encode(text, add_special_tokens=False)
 
 
-@settings(max_examples=60, deadline=None)
 @given(TEXTS, TEXTS, st.booleans())
 def test_spans_have_the_same_text(prompt: str, answer: str, to_words: bool) -> None:
     own, other = (BYTES, WORDS) if to_words else (WORDS, BYTES)

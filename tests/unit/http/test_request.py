@@ -11,7 +11,7 @@ import pytest
 from asgi_helpers import DISCONNECT, EMPTY_BODY, talk
 from asgi_helpers import request as request_body
 from gateway_helpers import BODY, CHAT, MINE, POSTED, SECRET, Site, asgi_scope, is_refusal
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from raylight.http import request
@@ -238,7 +238,6 @@ async def test_a_client_that_leaves_in_the_middle_of_its_body_is_given_no_answer
 
 @given(st.binary(max_size=60))
 @example(b"{}")
-@settings(max_examples=100, deadline=None)
 def test_no_bytes_are_a_failure_of_the_server(content: bytes) -> None:
     try:
         is_object = isinstance(json.loads(content), dict)

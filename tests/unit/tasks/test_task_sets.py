@@ -83,7 +83,6 @@ def test_a_recalled_draw_is_that_of_the_earlier_process(name: str) -> None:
 
 @given(st.lists(st.floats(0.01, 5), min_size=1, max_size=12), st.integers(1, 200))
 @example([1, 20, 5, 1, 20], 26)
-@settings(max_examples=50, deadline=None)
 def test_a_mixture_keeps_its_proportions(weights: list[float], draws: int) -> None:
     names = [f"s{number}" for number in range(len(weights))]
     mixture = rl.tasks.Mixture(
@@ -120,7 +119,6 @@ class Pools:
     st.lists(st.one_of(st.none(), st.sampled_from([0.0, 0.1, 0.5, 0.9, 1.0])), max_size=60),
     st.integers(0, 5),
 )
-@settings(max_examples=100, deadline=None)
 def test_tasks_are_in_the_pool_of_their_last_outcome(
     size: int, outcomes: list[float | None], lag: int
 ) -> None:

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 
 import pytest
 from capture_helpers import Sink, settle
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from unit_helpers import make_generation, make_key, until
 
@@ -495,7 +495,6 @@ class Flaky:
         return []
 
 
-@settings(deadline=None, max_examples=60)
 @given(STEPS)
 def test_nothing_is_lost_doubled_or_disordered_whatever_fails(steps: list[str]) -> None:
     async def run() -> None:

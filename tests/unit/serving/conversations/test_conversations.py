@@ -286,7 +286,6 @@ anything = st.fixed_dictionaries(
         st.sampled_from(["tools", "chat_template_kwargs", "reasoning_effort", "documents"]), json_values
     ),
 )
-@settings(max_examples=100, deadline=None)
 def test_whatever_is_sent_nothing_is_raised(messages: list[Any], body: dict[str, Any]) -> None:
     found = known(says("A"), "tools", **body)
     found.splice(SCOPE, then(says("A"), *messages, **body))
