@@ -122,11 +122,15 @@ def show_one(
     given: argparse.Namespace, agent: CustomerService, row: Row, resources: dict[str, rl.LLM]
 ) -> None:
     """Hold one conversation and print it in full."""
-    engine: dict[str, Any] = {"max_model_len": 10240}
+    engine: dict[str, Any] = {"max_model_len": 10240} | ({"num_gpus": 0} if given.cpu else {})
     if given.endpoint:
         engine = {"kind": "upstream", "url": given.endpoint, "api_key": os.environ.get("OPENAI_API_KEY")}
     trainer = rl.Trainer(
-        output_dir=given.output_dir, engine=engine, initial_resources=resources, progress=False
+        output_dir=given.output_dir,
+        engine=engine,
+        seed=given.seed,
+        initial_resources=resources,
+        progress=False,
     )
     trainer.evaluate(agent, [row], model=given.model)
     rl.print_traces(given.output_dir, last=1)

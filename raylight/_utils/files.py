@@ -119,7 +119,7 @@ def sync_folder(folder: str | Path) -> None:
 
 @contextlib.contextmanager
 def _partial_folder(folder: Path) -> Iterator[Path]:
-    """A new, empty folder in the same place as `folder`, removed at the end."""
+    """Yield a new, empty folder next to `folder`, and remove it at the end."""
     partial = Path(f"{folder}{PARTIAL}")
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)

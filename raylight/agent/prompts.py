@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from raylight.agent.resources import LLM, ProxyLLM, Resource
 from raylight.errors import PromptError
-from raylight.types import JsonObject
 
 if TYPE_CHECKING:
     from jinja2.sandbox import SandboxedEnvironment
@@ -127,7 +126,7 @@ def _jinja_names(template: str) -> set[str]:
         raise PromptError(f"the prompt template is malformed: {error}") from error
 
 
-def _render_jinja(template: str, values: JsonObject) -> str:
+def _render_jinja(template: str, values: dict[str, object]) -> str:
     from jinja2 import UndefinedError
 
     names = _jinja_names(template)

@@ -167,7 +167,7 @@ def _page(request: Request, items: Sequence[object]) -> tuple[Sequence[object], 
     """Return the part of a list that a request asks for, and its place in the list.
 
     Raises:
-        RequestError: `limit` or `offset` is not such a number.
+        RequestError: `limit` or `offset` is not a number in its range.
     """
     try:
         limit = int(request.query_params.get("limit", "20"))

@@ -38,7 +38,7 @@ def read_forward_backward(content: bytes) -> tuple[pb.ForwardBackwardRequest, st
     """Decode a request for training, and return its model and sequence number too.
 
     Raises:
-        RequestError: the content is not such a message.
+        RequestError: the content cannot be decoded.
     """
     try:
         message = pb.ForwardBackwardRequest.FromString(content)

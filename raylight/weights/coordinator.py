@@ -40,7 +40,6 @@ from typing import Any
 
 from raylight._utils.aio import BroadcastCondition
 from raylight.errors import EngineStartError, TransferBrokenError, WeightSyncError
-from raylight.types import JsonObject
 from raylight.weights.orders import (
     UNDOING,
     Member,
@@ -269,7 +268,7 @@ class ReplicaCoordinator:
 
     # called by the trainer
 
-    async def issue(self, key: str, order: Order) -> tuple[JsonObject, Snapshot]:
+    async def issue(self, key: str, order: Order) -> tuple[dict[str, Any], Snapshot]:
         """Issue an order, and wait until every replica has reached it.
 
         A caller whose connection broke repeats its call. The repetition joins the first call.
@@ -513,7 +512,7 @@ class ReplicaCoordinator:
 
     # execution of orders
 
-    async def _execute(self, order: Order) -> JsonObject:
+    async def _execute(self, order: Order) -> dict[str, Any]:
         """Issue an order after all earlier ones, and wait until every replica has reached it."""
         started = self._now()
         await self._wait_for_turn(order)

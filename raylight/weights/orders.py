@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from raylight.errors import WeightSyncError
-from raylight.types import JsonObject
 from raylight.weights.protocol import EngineLoad, UpdateMode
 
 Kind = Literal["weights", "adapter", "release", "sleep", "wake", "probe"]
@@ -226,7 +225,7 @@ class Snapshot:
     received: int = 0
     desired: dict[str, Order] = field(default_factory=dict)
     completed: dict[str, Order] = field(default_factory=dict)
-    replicas: JsonObject = field(default_factory=dict)
+    replicas: dict[str, Any] = field(default_factory=dict)
     evicted: dict[str, str] = field(default_factory=dict)
     ever_subscribed: bool = False
     lacking: frozenset[str] = frozenset()

@@ -12,7 +12,6 @@ from ray.exceptions import RayError
 
 from raylight._utils.aio import pause
 from raylight.errors import NotSubscribedError, ReplicaEvictedError, WeightSyncError
-from raylight.types import JsonObject
 from raylight.weights.orders import FINAL, Order, Phase, ReplicaState
 from raylight.weights.protocol import EngineLoad
 
@@ -241,7 +240,7 @@ class PendingOrder:
     evicted_before: int
     sender_failure: str = ""
     extensions: set[str] = field(default_factory=set)
-    results: JsonObject = field(default_factory=dict)
+    results: dict[str, Any] = field(default_factory=dict)
     failures: dict[str, str] = field(default_factory=dict)
 
     @property

@@ -41,7 +41,7 @@ def pytest_itemcollected(item: pytest.Item) -> None:
     the engine in this process shows each translation."""
     params = item.callspec.params if isinstance(item, pytest.Function) and hasattr(item, "callspec") else {}
     if params.get("server") == "upstream" and params.get("dialect") in ("responses", "messages"):
-        item.add_marker(pytest.mark.slow)
+        item.add_marker(pytest.mark.slow("the engine in this process shows each translation"))
 
 
 @pytest.fixture(scope="session")

@@ -7,10 +7,10 @@ from typing import Any
 
 
 def capture_routes_on_cpu() -> None:
-    """Have vLLM's experts on a CPU hand over their routes, as those on a GPU do.
+    """Record the chosen experts in vLLM's kernel for CPUs.
 
-    They choose and compute in one kernel, of which vLLM 0.29 has the routes on a GPU only: it refuses to
-    start otherwise. On other platforms the function does nothing.
+    vLLM 0.29 captures them on GPUs only, and refuses to start on a CPU. On other platforms the function does
+    nothing.
     """
     from vllm.platforms import current_platform
 

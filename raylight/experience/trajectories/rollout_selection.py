@@ -17,7 +17,7 @@ class RolloutSelection:
         split: mode of the rollouts, or "all".
         min_reward: smallest reward; None for no limit. In a pair it holds for the chosen rollout.
         best_of_group: only the highest reward of each group, the first one of several; a rollout without a
-            group forms a separate one.
+            group forms a group by itself.
     """
 
     split: str = "train"

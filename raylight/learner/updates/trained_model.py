@@ -62,7 +62,7 @@ class TrainedModel:
         return {"policy": self.engine}
 
     def progress(self) -> JsonObject:
-        """Return the numbers, not tensors, that training changes."""
+        """Return the numbers, as opposed to tensors, that training changes."""
         return {"version": self.version, "non_finite": self._gradients.consecutive}
 
     def restore_progress(self, progress: JsonObject) -> None:

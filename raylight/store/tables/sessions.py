@@ -44,7 +44,7 @@ class Sessions:
         Args:
             session_id: id of the attempt, which the client generates.
             task: the encoded task.
-            group: name of the session's group; None: it takes a separate place.
+            group: name of the session's group; None: it forms a group by itself.
 
         Raises:
             InvalidTransitionError: the group has another task.

@@ -25,7 +25,7 @@ def check_memory(settings: TrainedSettings) -> None:
     """Check that a run's model fits on the connected cluster, with however short rollouts.
 
     Nodes that an autoscaler has yet to start are unknown, so a run that asks for more GPUs than there are is
-    not checked; the placement of its roles fails with a separate error if they do not appear.
+    not checked; the placement of its roles raises its own error if they do not appear.
 
     Raises:
         ConfigError: it does not; the message lists what is missing and what to change.

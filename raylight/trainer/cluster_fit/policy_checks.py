@@ -33,9 +33,10 @@ ROUTE_ARGS = {"transformers": "record_routes", "vllm": "enable_return_routed_exp
 """Kind of an engine -> its argument that records the experts of each token."""
 ROUTELESS_ARGS = (
     *("pipeline_parallel_size", "decode_context_parallel_size", "prefill_context_parallel_size"),
-    "kv_transfer_config",
+    *("kv_transfer_config", "kv_offloading_size", "quantization"),
 )
-"""Arguments with which vLLM returns no experts."""
+"""Arguments with which vLLM returns no experts, or wrong ones: keys and values come back from elsewhere, or a
+kernel is made anew at each update."""
 
 
 def resolve_state_url(path: str) -> str:
@@ -194,13 +195,19 @@ def engine_with_routes(engine: EngineConfig, model_path: str) -> EngineConfig:
         raise ConfigError(
             f"learner.router_replay=True: {model_path} is no mixture of experts; leave the setting out"
         )
-    for name in ROUTELESS_ARGS:
+    for name in ROUTELESS_ARGS if engine.kind == "vllm" else ():
         if engine.args.get(name) not in (None, 1):
             raise ConfigError(
                 f"learner.router_replay=True: vLLM does not return the experts of each token with {name}; "
                 f"leave {name} out of engine.args, or router_replay"
             )
-    return engine.model_copy(update={"args": {ROUTE_ARGS[engine.kind]: True} | engine.args})
+    records = ROUTE_ARGS[engine.kind]
+    if engine.args.get(records, True) is not True:
+        raise ConfigError(
+            f"learner.router_replay=True: {records}={engine.args[records]!r} in engine.args records no "
+            f"experts; leave {records} out"
+        )
+    return engine.model_copy(update={"args": engine.args | {records: True}})
 
 
 def engine_on_device(engine: EngineConfig, learner: LearnerConfig) -> EngineConfig:

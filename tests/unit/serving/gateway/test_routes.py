@@ -10,7 +10,7 @@ import httpx
 import openai
 import pytest
 from gateway_helpers import BODY, CHAT, SECRET, Site, within
-from hypothesis import example, given
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from starlette.applications import Starlette
 from starlette.routing import Mount
@@ -102,6 +102,7 @@ PATHS = joined(
 
 
 @given(mine=st.tuples(IDS, IDS), other=st.tuples(IDS, IDS))
+@settings(max_examples=300)
 @example(mine=("a/b", "c"), other=("a", "b/c"))
 @example(mine=("a", "b"), other=("a%2Fattempt%2Fb", "c"))
 def test_a_key_opens_its_own_attempt_and_no_other(mine: tuple[str, str], other: tuple[str, str]) -> None:
@@ -116,6 +117,7 @@ def test_a_key_opens_its_own_attempt_and_no_other(mine: tuple[str, str], other: 
 
 
 @given(PATHS)
+@settings(max_examples=500)
 def test_no_address_at_all_leads_out_of_the_keys_attempt(path: str) -> None:
     site = Site()
     key = attempt_key(SECRET, "ro-1", "at-1")

@@ -273,9 +273,14 @@ def test_router_replay_needs_a_mixture_and_an_engine_that_records_routes(tmp_pat
     alone = {"tensor_parallel_size": 2, "pipeline_parallel_size": 1}
     recording = alone | {"enable_return_routed_experts": True}
     assert with_replay(mixture, kind="vllm", args=alone).args == recording
-    for args in ({"pipeline_parallel_size": 2}, {"kv_transfer_config": {"kv_connector": "C"}}):
+    without = {"enable_return_routed_experts": False}
+    offloaded = {"kv_offloading_size": 4.0}
+    transferred = {"kv_transfer_config": {"kv_connector": "C"}}
+    for args in ({"pipeline_parallel_size": 2}, transferred, offloaded, {"quantization": "fp8"}):
         with pytest.raises(ConfigError, match=f"leave {next(iter(args))} out of engine.args"):
             with_replay(mixture, kind="vllm", args=args)
+    with pytest.raises(ConfigError, match="leave enable_return_routed_experts out"):
+        with_replay(mixture, kind="vllm", args=without)
     with pytest.raises(ConfigError, match=r"'package.module:Engine' does not record .* set engine.kind to"):
         with_replay(mixture, kind="package.module:Engine")
     with pytest.raises(ConfigError, match="is no mixture of experts; leave the setting out"):
