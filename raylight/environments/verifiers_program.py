@@ -14,8 +14,6 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-from raylight.types import JsonObject
-
 SERVICE_ERRORS = ("ProviderError", "InterceptionError", "TunnelError")
 """Errors of a trace that report a service that failed; the rollout is run again."""
 LONGEST_ERROR = 2000
@@ -31,7 +29,7 @@ class Program:
         write: writes an answer.
     """
 
-    def __init__(self, settings: JsonObject, write: Callable[[JsonObject], None]) -> None:
+    def __init__(self, settings: dict[str, Any], write: Callable[[dict[str, Any]], None]) -> None:
         try:
             import verifiers.v1 as vf
         except ImportError as error:
@@ -60,7 +58,7 @@ class Program:
             running.cancel()
         await asyncio.gather(*self._running.values(), return_exceptions=True)
 
-    async def _answer(self, request: JsonObject) -> None:
+    async def _answer(self, request: dict[str, Any]) -> None:
         number = request["id"]
         key = f"RAYLIGHT_API_KEY_{number}"  # verifiers reads the key of a client from a variable
         if request["api_key"] is not None:
@@ -74,7 +72,7 @@ class Program:
             del self._running[number]
         self._write({"id": number, **answer})
 
-    async def _run(self, request: JsonObject, key: str) -> JsonObject:
+    async def _run(self, request: dict[str, Any], key: str) -> dict[str, Any]:
         """Return the answer to a rollout: its reward, or the error of its trace."""
         task, vf, settings = request["task"], self._vf, self._settings
         if not isinstance(task, dict) or not isinstance(task.get("idx"), int):
@@ -108,7 +106,7 @@ async def main() -> None:
     os.dup2(2, 1)  # what a taskset prints is not an answer
     sys.stdout = sys.stderr  # nor held back, in case the process dies
 
-    def write(answer: JsonObject) -> None:
+    def write(answer: dict[str, Any]) -> None:
         print(json.dumps(answer), file=answers, flush=True)
 
     program = Program(json.loads(os.environ["RAYLIGHT_VERIFIERS"]), write)
