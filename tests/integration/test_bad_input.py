@@ -136,9 +136,7 @@ def test_a_port_that_is_taken(cluster: Cluster, tmp_path: Path) -> None:
     cluster.assert_clean()
 
 
-@pytest.mark.slow(
-    "unit/trainer/components/test_parity.py shows the error, test_more_learners the clean end"
-)
+@pytest.mark.slow("unit/trainer/components/test_parity.py shows the error, test_more_learners the clean end")
 def test_a_broken_model_folder(cluster: Cluster, tmp_path: Path) -> None:
     broken = tmp_path / "model"
     broken.mkdir()
@@ -149,9 +147,7 @@ def test_a_broken_model_folder(cluster: Cluster, tmp_path: Path) -> None:
     cluster.assert_clean()
 
 
-@pytest.mark.slow(
-    "unit/runner/test_actor.py shows the error, test_more_learners the clean end"
-)
+@pytest.mark.slow("unit/runner/test_actor.py shows the error, test_more_learners the clean end")
 def test_an_agent_that_cannot_be_pickled(cluster: Cluster, tmp_path: Path) -> None:
     import threading
 
