@@ -35,8 +35,8 @@ ROUTELESS_ARGS = (
     *("pipeline_parallel_size", "decode_context_parallel_size", "prefill_context_parallel_size"),
     *("kv_transfer_config", "kv_offloading_size", "quantization"),
 )
-"""Arguments with which vLLM returns no experts, or wrong ones: keys and values come back from elsewhere, or a
-kernel is made anew at each update."""
+"""Arguments with which vLLM returns no experts, or wrong ones: keys and values come back from elsewhere, or
+each update makes another kernel."""
 
 
 def resolve_state_url(path: str) -> str:
