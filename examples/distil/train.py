@@ -69,7 +69,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--model", help="the student; left out: both models are made")
     parser.add_argument("--teacher", help="a larger model with the same tokens")
     parser.add_argument("--stages", default="sft,distil,grpo", help="some of sft,distil,grpo, in this order")
-    parser.add_argument("--epochs", type=int, default=5, help="passes over the teacher's answers")
+    parser.add_argument("--epochs", type=int, default=8, help="passes over the teacher's answers")
     parser.add_argument("--steps", type=int, default=12, help="steps of distillation, and of GRPO")
     parser.add_argument("--output-dir", type=Path, default=Path("outputs/distil"))
     parser.add_argument("--seed", type=int, default=0)
