@@ -275,6 +275,6 @@ def test_the_assistant_is_trained_beside_a_fixed_user(server: ScriptedServer, tm
         assert {call.metadata["agent_name"] for call in with_tokens} == {ASSISTANT}
         generations = filter_generations(item)
         assert [generation.agent for generation in generations] == [ASSISTANT] * len(with_tokens)
-        assert [generation.output_ids for generation in generations] == [
+        assert [generation.output_ids.tolist() for generation in generations] == [
             call.response["token_ids"] for call in with_tokens
         ]
