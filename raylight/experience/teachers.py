@@ -19,10 +19,9 @@ import numpy as np
 from raylight.errors import ConfigError, TeacherPromptError
 from raylight.experience.trajectories.trajectory import common_prefix
 from raylight.semconv import CALL_ID, DIALECT, INPUT_MESSAGES, REQUEST_PARAMETERS, TOOL_DEFINITIONS
-from raylight.types import FinishedRollout, Generation, IntArray, JsonObject, Trajectory
+from raylight.types import FinishedRollout, Generation, IntArray, JsonObject, Message, Trajectory
 from raylight.types.images import compared_ids
 
-Message: TypeAlias = JsonObject
 TeacherPrompt: TypeAlias = Callable[[Any, list[Message]], Sequence[Message]]
 """Function from the task and the messages of a call to the messages that the teacher reads instead."""
 TeacherChoice: TypeAlias = str | Callable[[Any], str]

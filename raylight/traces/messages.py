@@ -6,7 +6,7 @@ import json
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeAlias, TypedDict
+from typing import Any, TypedDict
 
 from raylight.semconv import CALL_ID, INPUT_MESSAGES, OUTPUT_MESSAGES, TOOL_DEFINITIONS
 from raylight.traces.adapters import TraceAdapter
@@ -19,11 +19,7 @@ from raylight.traces.attributes import (
     unflatten,
     unflatten_list,
 )
-from raylight.types import JsonObject, Span
-
-Message: TypeAlias = JsonObject
-"""A chat message in OpenAI's shape: `role`, `content`, and optionally `tool_calls`, `tool_call_id`,
-`name`."""
+from raylight.types import JsonObject, Message, Span
 
 SYSTEM_INSTRUCTIONS = "gen_ai.system_instructions"
 OPERATION = "gen_ai.operation.name"

@@ -9,7 +9,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from raylight.types.history import CONTINUED, DRIFTS, ContinuedKind, DriftKind, HistoryKind, HistoryNote
-from raylight.types.json_object import JsonObject
+from raylight.types.json_object import JsonObject, Message
 from raylight.types.rollouts import (
     ATTEMPT_FINISHED,
     ATTEMPT_TRANSITIONS,

@@ -13,13 +13,13 @@ import logging
 import uuid
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any
 
 from raylight.errors import ImageError
 from raylight.images.image import Image
 from raylight.images.messages import image_url_of, image_urls, recorded_digest
 from raylight.serving.conversations.message_forms import text_of
-from raylight.types import JsonObject
+from raylight.types import JsonObject, Message
 from raylight.types.chat_messages import arguments_for_template, reasoning_fields, reasoning_of, text_part
 
 if TYPE_CHECKING:
@@ -52,8 +52,6 @@ MAX_TURN_END = 16
 MAX_SHAPES = 1000
 """Shapes whose verification is remembered."""
 NO_TURN_END = "the end of a turn with tool calls cannot be found in the rendered text"
-
-Message: TypeAlias = JsonObject
 
 
 class UnsupportedTemplate(Exception):

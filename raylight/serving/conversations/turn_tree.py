@@ -10,14 +10,11 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from sys import getsizeof
-from typing import TypeAlias
 
 import numpy as np
 
 from raylight.serving.conversations.message_forms import MessageForm
-from raylight.types import HistoryNote, IntArray, JsonObject
-
-Message: TypeAlias = JsonObject
+from raylight.types import HistoryNote, IntArray, Message
 
 OVERHEAD = 1_000
 """Memory of a turn without its text, its calls and its tokens, in bytes."""
