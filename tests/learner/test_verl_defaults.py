@@ -10,7 +10,6 @@ from typing import Any, get_args
 import pytest
 from omegaconf import OmegaConf
 
-from raylight.algorithms.verl_config.converters import KL_TYPES
 from raylight.algorithms.verl_config.keys import KEYS, NOT_IN_VERL
 from raylight.algorithms.verl_config.merged_config import verl_defaults
 from raylight.experience.settings.advantages import ADVANTAGES
@@ -94,7 +93,7 @@ def test_kl_names_have_verls_meaning() -> None:
     from verl.trainer.ppo.core_algos import kl_penalty_forward
 
     ours, ref = torch.tensor([-1.0, -2.0]), torch.tensor([-1.5, -1.0])
-    for verls, name in KL_TYPES.items():
+    for verls, name in (KEYS["algorithm.kl_penalty"].values or {}).items():
         assert torch.equal(kl_penalty_forward(ours, ref, verls), kl_penalty_forward(ours, ref, name)), verls
 
 

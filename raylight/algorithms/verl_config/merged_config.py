@@ -11,6 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from omegaconf import OmegaConf
+from omegaconf.errors import ConfigTypeError, OmegaConfBaseException
 
 from raylight.errors import ConfigError
 from raylight.types import JsonObject
@@ -26,8 +28,6 @@ def verl_defaults() -> Any:
     Raises:
         ConfigError: verl is not installed, or has no such file.
     """
-    from omegaconf import OmegaConf
-
     spec = importlib.util.find_spec("verl")
     if spec is None or spec.origin is None:
         raise ConfigError(
@@ -70,9 +70,6 @@ def _pickled_defaults() -> bytes:
 
 
 def _resolve_omegaconf(config: Any) -> Any:
-    from omegaconf import OmegaConf
-    from omegaconf.errors import OmegaConfBaseException
-
     try:
         return OmegaConf.to_container(config, resolve=True)
     except OmegaConfBaseException as error:
@@ -108,9 +105,6 @@ class MergedConfig:
     """
 
     def __init__(self, values: Mapping[str, object]) -> None:
-        from omegaconf import OmegaConf
-        from omegaconf.errors import OmegaConfBaseException
-
         self._values = values
         try:
             self._config = pickle.loads(_pickled_defaults())
@@ -125,9 +119,6 @@ class MergedConfig:
         Raises:
             ConfigError: the value refers to a key that does not exist.
         """
-        from omegaconf import OmegaConf
-        from omegaconf.errors import OmegaConfBaseException
-
         try:
             value = OmegaConf.select(self._config, key)
             return OmegaConf.to_container(value, resolve=True) if OmegaConf.is_config(value) else value
@@ -140,9 +131,6 @@ class MergedConfig:
 
     def has_default(self, key: str, value: object) -> bool:
         """Return True if `value` is the default of a key that is not among the user's."""
-        from omegaconf import OmegaConf
-        from omegaconf.errors import ConfigTypeError
-
         missing = object()
         try:
             default = OmegaConf.select(self._config, key, default=missing)

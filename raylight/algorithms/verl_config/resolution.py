@@ -7,9 +7,17 @@ import warnings
 from dataclasses import dataclass, field
 from typing import Any, Final
 
-from raylight.algorithms.verl_config.converters import MODEL, ROLLOUT, has_critic
-from raylight.algorithms.verl_config.key_rules import UNSET, KeyRule, UnsupportedValueError
-from raylight.algorithms.verl_config.keys import KEYS
+from omegaconf import OmegaConf
+
+from raylight.algorithms.verl_config.converters import (
+    MODEL,
+    ROLLOUT,
+    UNSET,
+    UnsupportedValueError,
+    has_critic,
+    translate,
+)
+from raylight.algorithms.verl_config.keys import KEYS, KeyRule
 from raylight.algorithms.verl_config.merged_config import MergedConfig, flatten, verl_defaults
 from raylight.base_config import excerpt
 from raylight.errors import ConfigError
@@ -156,10 +164,13 @@ def _apply(rule: KeyRule, merged: MergedConfig, resolution: Resolution) -> None:
     ):
         return
     value = merged(rule.key)
-    if rule.own_default and value is None:
+    if (rule.own_default and value is None) or (rule.when and not merged(rule.when)):
         return
     try:
-        converted = rule.converter(value, merged) if rule.converter else value
+        if rule.values is not None:
+            converted = translate(rule.values, value)
+        else:
+            converted = rule.converter(rule.key, merged) if rule.converter else value
     except TypeError as error:
         values = ", ".join(f"{key}={merged(key)!r}" for key in (rule.key, *rule.reads))
         raise ConfigError(f"one of {values} has a wrong type: {error}") from None
@@ -174,13 +185,8 @@ def _apply(rule: KeyRule, merged: MergedConfig, resolution: Resolution) -> None:
 
 def _check_value(rule: KeyRule, value: Any) -> list[str]:
     """Return the problem of a value that raylight does not support, or nothing."""
-    from omegaconf import OmegaConf
-
-    if (
-        rule.accepted is None
-        or value in rule.accepted
-        or value == OmegaConf.select(verl_defaults(), rule.key, default=MISSING)
-    ):
+    default = OmegaConf.select(verl_defaults(), rule.key, default=MISSING)
+    if rule.accepted is None or value in (*rule.accepted, default):
         return []
     accepted = " or ".join(repr(known) for known in rule.accepted)
     return [f"{rule.key}={value!r} is not supported: {rule.reason}; remove it, or set it to {accepted}"]

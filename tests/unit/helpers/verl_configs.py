@@ -10,7 +10,7 @@ from flat_settings import FLAT_KEYS, flat_settings
 
 from raylight.algorithms.policy import RunSettings
 from raylight.algorithms.verl import VERL
-from raylight.algorithms.verl_config.key_rules import KeyRule
+from raylight.algorithms.verl_config.keys import KEYS, KeyRule
 from raylight.config import CheckpointConfig, EngineConfig, LearnerConfig
 
 MATH: dict[str, Any] = {
@@ -149,17 +149,23 @@ def difference(before: dict[str, Any], after: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in after.items() if name not in before or before[name] != value}
 
 
-def doc_row(rule: KeyRule) -> str:
+READ_WITH = {
+    key: rule.key for rule in reversed(KEYS.values()) for key in rule.reads if not KEYS[key].target
+} | {"critic.enable": "algorithm.adv_estimator"}
+"""Key without a setting of its own -> the first key whose rule reads it."""
+
+
+def doc_row(rule: KeyRule, section: str) -> str:
     """Return the row of a key in the tables of docs/verl.md."""
     if rule.target:
-        others = ", ".join(f"`{name.removeprefix('.')}`" for name in rule.reads)
+        others = ", ".join(f"`{name.removeprefix(f'{section}.')}`" for name in rule.reads)
         text = f"`{rule.target}`" + (f" (with {others})" if others else "")
         text += "; raylight's default if it is not set" if rule.own_default else ""
-    elif rule.used_by:
-        text = f"read with `{rule.used_by.removeprefix('.')}`"
+    elif rule.key in READ_WITH:
+        text = f"read with `{READ_WITH[rule.key].removeprefix(f'{section}.')}`"
     elif rule.accepted is not None:
         values = (value if isinstance(value, str) else repr(value) for value in rule.accepted)
         text = f"only {' or '.join(f'`{value}`' for value in values)}: {rule.reason}"
     else:
         text = f"ignored: {rule.reason}"
-    return f"| `{rule.key}` | {text} |"
+    return f"| `{rule.key.removeprefix(f'{section}.')}` | {text} |"

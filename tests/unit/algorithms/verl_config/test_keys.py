@@ -7,7 +7,7 @@ import functools
 from typing import Any
 
 import pytest
-from verl_configs import BASE, difference, settings_of
+from verl_configs import BASE, READ_WITH, difference, settings_of
 
 from raylight.algorithms.verl import VERL
 from raylight.algorithms.verl_config import run_settings
@@ -283,20 +283,18 @@ def test_a_key_changes_exactly_its_settings(
 
 
 def test_every_key_that_is_read_has_a_row_above() -> None:
-    read = {key for key, rule in KEYS.items() if rule.target or rule.used_by}
+    read = {key for key, rule in KEYS.items() if rule.target} | READ_WITH.keys()
     assert read - TESTED_ELSEWHERE == {key for key, *_ in CHANGES}
 
 
 def test_rules_name_keys_that_exist() -> None:
     for key, rule in KEYS.items():
         assert not set(rule.reads) - KEYS.keys(), key
-        assert not rule.used_by or KEYS[rule.used_by].target, key
+        assert rule.target or rule.reason or key in READ_WITH, key
 
 
 def test_ignored_keys_accept_any_value() -> None:
-    ignored = {
-        key: 3 for key, rule in KEYS.items() if not rule.target and not rule.used_by and rule.accepted is None
-    }
+    ignored = {key: 3 for key, rule in KEYS.items() if rule.reason and rule.accepted is None}
     assert len(ignored) > 30
     assert settings_of(BASE | ignored) == settings_of(BASE)
 
