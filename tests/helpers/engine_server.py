@@ -30,7 +30,7 @@ MODEL, SECRET = "policy", "run-secret"
 MAX_MODEL_LEN = 2048
 DEADLINE_S = 60.0
 START_S = 240.0
-KEEP_ALIVE_S = 1.0
+KEEP_ALIVE_S = 0.25
 """Seconds of silence in a stream until a sign of life."""
 TEMPLATE = (
     TOOLS + "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content or '' }}"

@@ -119,15 +119,37 @@ def failing_on_odd(task: int) -> None:
         raise ValueError("odd")
 
 
-def test_hooks_set_rewards_before_success_and_run_after_failures(tmp_path: Path) -> None:
-    done = run_tasks(failing_on_odd, [0, 1], tmp_path, hooks=[GradingHook(), rl.LoggingHook()])
-    even, odd = done.results
+@pytest.fixture(scope="module")
+def unruly(tmp_path_factory: pytest.TempPathFactory) -> RunTasks:
+    """Run, under two hooks, an agent that raises an error for task 1 and kills its runner for task 3."""
+
+    @rl.rollout
+    async def raises_or_kills(task: int) -> None:
+        import os
+
+        if task == 1:
+            raise ValueError("odd")
+        if task == 3:
+            os._exit(1)
+        await asyncio.sleep(0.1)
+
+    folder = tmp_path_factory.mktemp("unruly")
+    return run_tasks(raises_or_kills, list(range(12)), folder, hooks=[GradingHook(), rl.LoggingHook()])
+
+
+def test_hooks_set_rewards_before_success_and_run_after_failures(unruly: RunTasks) -> None:
+    even, odd = unruly.results[:2]
     assert (even.rollout.status, even.reward) == ("succeeded", 0.25)
     assert odd.rollout.status == "failed"
     assert odd.rollout.attempt is not None
     assert odd.rollout.attempt.failure is not None
     assert odd.rollout.attempt.failure.error == "ValueError: odd"
-    assert [rl.find_final_reward(item.spans) for item in done.results] == [0.25, 0.25]
+    assert [rl.find_final_reward(item.spans) for item in (even, odd)] == [0.25, 0.25]
+
+
+def test_an_agent_that_kills_its_runner_costs_only_itself(unruly: RunTasks) -> None:
+    assert {item.rollout.input for item in unruly.results if item.rollout.status == "failed"} == {1, 3}
+    assert Counter(item.rollout.status for item in unruly.results) == {"succeeded": 10, "failed": 2}
 
 
 @rl.rollout
@@ -177,21 +199,6 @@ def test_an_agent_that_blocks_the_event_loop_costs_its_runner_but_no_other_rollo
     done = run_tasks(blocks_once, list(range(10)), tmp_path / "run", runner={"stuck_after_s": 3.0})
     assert {item.rollout.status for item in done.results} == {"succeeded"}
     assert done.summary["counts"]["runners_lost"] == 1  # type: ignore[attr-defined]
-
-
-def test_an_agent_that_kills_its_runner_costs_only_itself(tmp_path: Path) -> None:
-    @rl.rollout
-    async def one_is_deadly(task: int) -> float:
-        import os
-
-        if task == 3:
-            os._exit(1)
-        await asyncio.sleep(0.1)
-        return 1.0
-
-    done = run_tasks(one_is_deadly, list(range(12)), tmp_path)
-    assert {item.rollout.input for item in done.results if item.rollout.status == "failed"} == {3}
-    assert Counter(item.rollout.status for item in done.results) == {"succeeded": 11, "failed": 1}
 
 
 def lower_limits(for_good: bool) -> None:
