@@ -21,6 +21,7 @@ import importlib.util
 import os
 import random
 import re
+import ssl
 import sys
 import time
 import tomllib
@@ -29,6 +30,7 @@ from collections.abc import Generator, Iterator
 from pathlib import Path
 from typing import Any
 
+import certifi
 import hypothesis
 import pytest
 from packaging.requirements import Requirement
@@ -54,6 +56,12 @@ os.environ |= {"RAY_worker_niceness": "0"}
 if "PYTEST_XDIST_WORKER" in os.environ:  # two test processes share the cores
     os.environ.setdefault("OMP_NUM_THREADS", "1")
 restore_interrupts()
+# each client reads the certificates of public servers, which takes 50 ms; no test asks such a server
+NEW_CONTEXT, PUBLIC_CONTEXT = ssl.create_default_context, functools.cache(ssl.create_default_context)
+PUBLIC = {"cafile": certifi.where()}
+ssl.create_default_context = lambda *args, **kwargs: (
+    PUBLIC_CONTEXT(**kwargs) if kwargs == PUBLIC and not args else NEW_CONTEXT(*args, **kwargs)
+)
 FRAMEWORK_PARTS = 4
 SHOWN_FILES = 25
 SHOWN_FROM_S = 60.0
@@ -154,6 +162,9 @@ def pytest_collection() -> Generator[None, Any, Any]:
     try:
         return (yield)
     finally:
+        if transformers := sys.modules.get("transformers"):
+            # it writes each configuration as text for a line of its log, a tenth of the time of learner tests
+            transformers.PreTrainedConfig.__repr__ = object.__repr__
         gc.freeze()
         gc.enable()
         collect_less_often()

@@ -15,9 +15,8 @@ from raylight.agent.attempt_keys import attempt_key, attempt_path
 READ_TIMEOUT_S = 60
 MESSAGES = [{"role": "user", "content": "hi"}]
 COMMENT = ": keep-alive"
-CHAT = ("/v1/chat/completions", {"messages": MESSAGES, "max_tokens": 400, "ignore_eos": True}, "data: [DONE]")
 REQUESTS = {
-    "chat": CHAT,
+    "chat": ("/v1/chat/completions", {"messages": MESSAGES, "max_tokens": 20}, "data: [DONE]"),
     "messages": ("/v1/messages", {"messages": MESSAGES, "max_tokens": 20}, "event: message_stop"),
     "responses": (
         "/v1/responses",
@@ -81,8 +80,8 @@ def test_a_stream_that_begins_in_an_update_is_kept_alive(updated: EngineServer, 
 
 
 def test_a_stream_that_an_update_interrupts_is_kept_alive(updated: EngineServer) -> None:
-    path, body, end = CHAT
-    with stream(updated, path, body) as lines:
+    path, body, end = REQUESTS["chat"]
+    with stream(updated, path, body | {"max_tokens": 400, "ignore_eos": True}) as lines:
         read_until(lines, "data: {", 3)
         with updating(updated):
             read_until(lines, COMMENT, 2)

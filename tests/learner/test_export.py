@@ -61,24 +61,31 @@ def test_an_exported_state_has_the_logprobs_of_the_policy(kind: str, tmp_path: P
     assert not Path(other).exists()
 
 
-def test_each_of_several_models_is_exported(tmp_path: Path):
-    states = str(tmp_path / "state")
+@pytest.fixture(scope="module")
+def several(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, list[float]]]:
+    """Export a state of several models; return their folder and their log-probs by name."""
+    folder = tmp_path_factory.mktemp("several")
+    states, models = str(folder / "state"), folder / "models"
     content = TrainingStates(states).new_content(1)
-    _, expected = run_ranks(policy_set_ranks.main, 1, str(tmp_path / "meet"), states, content)[0]
-    assert export(states, str(tmp_path / "models")) is None
+    _, expected = run_ranks(policy_set_ranks.main, 1, str(folder / "meet"), states, content)[0]
+    assert export(states, str(models)) is None
+    return models, expected
+
+
+def test_each_of_several_models_is_exported(several: tuple[Path, dict[str, list[float]]]):
+    models, expected = several
     for name, logprobs_of_state in expected.items():
-        model = AutoModelForCausalLM.from_pretrained(tmp_path / "models" / name, dtype=torch.float32)
+        model = AutoModelForCausalLM.from_pretrained(models / name, dtype=torch.float32)
         assert logprobs(model, PROBE) == pytest.approx(logprobs_of_state, abs=1e-4)
-        assert (tmp_path / "models" / name / "adapter").is_dir()
+        assert (models / name / "adapter").is_dir()
 
 
-def test_the_initial_state_of_several_models_has_their_initial_adapters(tmp_path: Path):
-    states = str(tmp_path / "state")
-    content = TrainingStates(states).new_content(1)
-    _, expected = run_ranks(policy_set_ranks.main, 1, str(tmp_path / "meet"), states, content)[0]
-    assert export(states, str(tmp_path / "models")) is None
+def test_the_initial_state_of_several_models_has_their_initial_adapters(
+    several: tuple[Path, dict[str, list[float]]], tmp_path: Path
+):
+    models, expected = several
     config = policy_set_ranks.CONFIG["algorithm"] | {
-        "models": {"coder": {"adapter": str(tmp_path / "models" / "coder" / "adapter")}, "new": {}}
+        "models": {"coder": {"adapter": str(models / "coder" / "adapter")}, "new": {}}
     }
     initial = TrainingStates(str(tmp_path / "initial"))
     initial.complete(0, {"config": policy_set_ranks.CONFIG | {"algorithm": config}})

@@ -109,14 +109,15 @@ async def test_the_engine_samples_what_was_trained() -> None:
 
 
 async def test_an_update_during_a_response_falls_between_two_tokens() -> None:
+    batch = exact_batch()
     async with local(adapter_config()) as (engine, learner):
-        engine._max_new_tokens = 480
-        with engine.begin([PROMPTS[0]], [SamplingParams(480, ignore_eos=True)], streams=True) as choices:
+        engine._max_new_tokens = 240
+        with engine.begin([PROMPTS[0]], [SamplingParams(240, ignore_eos=True)], streams=True) as choices:
             (sequence,) = choices.sequences
             while sequence.count < 3:
                 await asyncio.wait_for(sequence.progressed.wait(), 30)
                 sequence.progressed.clear()
-            await learner.update(exact_batch())
+            await learner.update(batch)
             sample = (await choices.end())[0].sample
         versions = sample.weight_versions
         assert versions == sorted(versions)

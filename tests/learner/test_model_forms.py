@@ -24,6 +24,8 @@ from raylight.learner.model.weights import save_model
 from raylight.learner.updates.policy import Policy
 from raylight.weights.source import WeightSource
 
+LORA = {"lora": {"rank": 4}}
+
 
 @pytest.fixture(autouse=True)
 def one_rank(tmp_path):
@@ -82,8 +84,17 @@ async def test_a_model_with_two_ends_and_without_a_start_keeps_its_form(model_ty
     engine.close()
 
 
-@pytest.mark.parametrize("lora", [{}, {"lora": {"rank": 4}}], ids=["full", "lora"])
-@pytest.mark.parametrize("model_type", ["qwen3_5", "qwen3_5_moe"])
+@pytest.mark.parametrize(
+    ("model_type", "lora"),
+    [
+        ("qwen3_5", LORA),
+        ("qwen3_5_moe", {}),
+        *(
+            pytest.param(*given, marks=pytest.mark.slow("each is shown with the other"))
+            for given in [("qwen3_5", {}), ("qwen3_5_moe", LORA)]
+        ),
+    ],
+)
 async def test_the_text_part_is_trained_and_saved_in_the_published_form(model_type, lora, tmp_path):
     path = build_qwen3_5(tmp_path / "model", model_type)
     before = load_file(f"{path}/model.safetensors")

@@ -92,7 +92,7 @@ def train(rank: int, ranks: int, meet: str) -> dict[str, Any]:
     return found
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.slow("two ranks show it")), 2])
 def test_updates_equal_those_of_torch(ranks: int, tmp_path: Path) -> None:
     found = run_ranks(train, ranks, str(tmp_path / "meet"))[0]
     assert {one["in_layers"] for one in found.values()} == {True, False}

@@ -30,7 +30,16 @@ pytestmark = pytest.mark.usefixtures("one_rank")
 PROMPTS = [[90, 84, 82], [90, 84, 82], [20, 31, 5, 6, 7, 8, 9], [44]]
 
 
-@pytest.mark.parametrize("model_type", MIXTURES)
+@pytest.mark.parametrize(
+    "model_type",
+    [
+        "qwen3_moe",
+        *(
+            pytest.param(name, marks=pytest.mark.slow("the routes that the learner replays show it"))
+            for name in ("gpt_oss", "glm4_moe")
+        ),
+    ],
+)
 def test_the_engine_records_the_routes_of_every_token_but_the_last(model_type, tmp_path):
     """With equal prompts, prompts of several lengths, and a prompt that begins with an earlier call."""
     path = build_model(model_type, tmp_path, **MIXTURES[model_type])
@@ -72,7 +81,14 @@ def chosen_router(router, chosen: torch.Tensor):
     return forward
 
 
-@pytest.mark.parametrize("config", [{}, {"packed": True}, {"gradient_checkpointing": True}])
+@pytest.mark.parametrize(
+    "config",
+    [
+        pytest.param({}, marks=pytest.mark.slow("the others show it")),
+        {"packed": True},
+        {"gradient_checkpointing": True},
+    ],
+)
 def test_replayed_routes_give_the_log_probs_and_gradient_of_a_reference(config, tmp_path):
     from raylight.learner.updates.policy import Policy
 

@@ -113,7 +113,14 @@ def test_logprobs_are_those_of_plain_transformers_before_and_after_an_update(
 
 @pytest.mark.parametrize(
     ("family", "packed"),
-    [("qwen3_vl", False), ("gemma3", False), ("qwen2_5_vl", True), ("qwen3_vl", True)],
+    [
+        ("qwen3_vl", False),
+        ("qwen3_vl", True),
+        *(
+            pytest.param(*given, marks=pytest.mark.slow("the other family shows both forms"))
+            for given in [("gemma3", False), ("qwen2_5_vl", True)]
+        ),
+    ],
 )
 def test_gradients_are_those_of_plain_transformers(
     family: str, packed: bool, folders: dict[str, str]
@@ -135,7 +142,16 @@ def test_gradients_are_those_of_plain_transformers(
     assert sum(param.grad is not None and bool(param.grad.any()) for param in tower) > len(tower) / 2
 
 
-@pytest.mark.parametrize("family", ["internvl", "llava_onevision", "qwen2_5_vl", "qwen3_vl"])
+@pytest.mark.parametrize(
+    "family",
+    [
+        *("qwen2_5_vl", "qwen3_vl"),
+        *(
+            pytest.param(family, marks=pytest.mark.slow("two families show it"))
+            for family in ("internvl", "llava_onevision")
+        ),
+    ],
+)
 def test_packed_rows_are_computed_alike(family: str, folders: dict[str, str]) -> None:
     _, images, exact = load_plain(folders[family])
     batch = make_batch(images, [logprobs.tolist() for logprobs in exact])
