@@ -139,14 +139,17 @@ def expert_layers(module: Any) -> list[Any]:
     return [part for part in module.modules() if hasattr(getattr(part, "experts", None), "num_experts")]
 
 
-def route_bytes(module: Any) -> int:
-    """Return the bytes of the routes of a token; 0 without experts."""
-    layers = expert_layers(module)
-    if not layers:
+def route_bytes(module: Any, layers: int | None = None) -> int:
+    """Return the bytes of the routes of a token through so many layers, by default those with experts.
+
+    0 for a model without experts.
+    """
+    blocks = expert_layers(module)
+    if not blocks:
         return 0
-    dtype = route_dtype(max(layer.experts.num_experts for layer in layers))
+    dtype = route_dtype(max(block.experts.num_experts for block in blocks))
     top_k: int = module.config.get_text_config().num_experts_per_tok
-    return len(layers) * top_k * np.dtype(dtype).itemsize
+    return (layers or len(blocks)) * top_k * np.dtype(dtype).itemsize
 
 
 def route_dtype(experts: int) -> type[np.unsignedinteger[Any]]:

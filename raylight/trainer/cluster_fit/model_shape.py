@@ -42,6 +42,7 @@ class ModelShape:
         cache_per_token: key and value elements per token, over all layers that keep every token.
         token_activations: bytes of the activations of a token, in float32, about.
         route_bytes: bytes of the routes of a token through a mixture of experts; 0 for other models.
+        all_route_bytes: the same with room for the layers without experts, as vLLM keeps them.
         features: elements of the features of an image's token; 0 for a model of text alone.
         pixel_bytes: bytes of the pixels for which an image's token stands; 0 for a model of text alone.
         context: longest context of the model, in tokens; None if the model states none.
@@ -61,6 +62,7 @@ class ModelShape:
     cache_per_token: int
     token_activations: int
     route_bytes: int
+    all_route_bytes: int
     features: int
     pixel_bytes: int
     context: int | None
@@ -121,6 +123,7 @@ def read_shape(path: str) -> ModelShape:
         cache_per_token=_cache_per_token(text, len(layers)),
         token_activations=activation_bytes(model),
         route_bytes=route_bytes(model),
+        all_route_bytes=route_bytes(model, len(layers)),
         features=0 if images is None else text.hidden_size * (1 + _deep_layers(config.vision_config)),
         pixel_bytes=0 if images is None else images.token_bytes(),
         context=getattr(text, "max_position_embeddings", None),

@@ -326,8 +326,8 @@ def engine_memory(
         passing = Item("prefill of prompts", prefill, grows=True), Item("logits", logits, grows=True)
         items += _with_gaps(passing, bool(config.num_gpus))
     if routed and config.args.get(ROUTE_ARGS[kind]):
-        routes = routed * shape.route_bytes // workers
-        items.append(Item(f"routes of experts, {shape.route_bytes} bytes a token", routes, "host"))
+        token = shape.route_bytes if kind == "transformers" else shape.all_route_bytes
+        items.append(Item(f"routes of experts, {token} bytes a token", routed * token // workers, "host"))
     processes = most_workers(config)
     return EngineMemory("engine", processes, config.num_gpus, tuple(items), context=length, room=room)
 
