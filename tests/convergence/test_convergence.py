@@ -129,7 +129,7 @@ def assert_one_trajectory_of_two_turns(item: FinishedRollout) -> None:
 def test_a_schema_bound_agent(tmp_path: Path) -> None:
     """Only the choice among the values of an enum is trained; the schema forces all other tokens."""
     cloudpickle.register_pickle_by_value(schema_agent)  # the runners cannot import it
-    algorithm = rl.GRPO(model=STARTER_MODEL, **COMMON | {"n_steps": 12, "tasks_per_step": 8, "lr": 1e-3})
+    algorithm = rl.GRPO(model=STARTER_MODEL, **COMMON | {"n_steps": 10, "tasks_per_step": 16, "lr": 5e-4})
     agent, data = schema_agent.schema_agent, (schema_agent.questions(128), schema_agent.questions(16))
     rows = fit(algorithm, tmp_path, agent, data)
     assert gain(rows) >= 0.2
