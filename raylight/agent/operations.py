@@ -7,7 +7,7 @@ import functools
 import inspect
 import secrets
 import time
-from collections.abc import AsyncGenerator, Callable, Generator, Iterator
+from collections.abc import AsyncGenerator, Awaitable, Callable, Generator, Iterator
 from typing import TYPE_CHECKING, Any, TypeVar, overload
 
 from raylight.agent.attributes import as_attributes, exception_attributes, exception_message, value_attributes
@@ -28,7 +28,8 @@ if TYPE_CHECKING:
 
 MAX_ITEMS = 1000
 """Maximum number of a generator's items that are recorded as its output."""
-Function = TypeVar("Function", bound=Callable[..., Any])
+Call = Callable[..., Any]
+Function = TypeVar("Function", bound=Call)
 
 
 class OperationRun:
@@ -109,7 +110,7 @@ def _end_otel(span: OtelSpan, core: SpanCoreFields, raised: Attributes | None) -
 class Operation:
     """Result of `operation(...)`: a decorator, and a context manager for one block at a time."""
 
-    def __init__(self, attributes: dict[str, Any], propagate: bool = True) -> None:
+    def __init__(self, attributes: dict[str, object], propagate: bool = True) -> None:
         self._attributes = as_attributes(attributes)
         self._propagate = propagate
         self._stack = contextlib.ExitStack()
@@ -125,12 +126,12 @@ class Operation:
         self._stack.enter_context(self._run.as_parent())
         return self
 
-    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         self._stack.close()
         self._span = self._open().end(error)
         self._run = None
 
-    def set_input(self, *args: Any, **kwargs: Any) -> None:
+    def set_input(self, *args: object, **kwargs: object) -> None:
         """Record the input, by position or by name.
 
         Raises:
@@ -138,7 +139,7 @@ class Operation:
         """
         self._open().attributes.update(_inputs(args, kwargs))
 
-    def set_output(self, output: Any) -> None:
+    def set_output(self, output: object) -> None:
         """Record the output.
 
         Raises:
@@ -192,7 +193,9 @@ def operation(
 def operation(*, propagate: bool = True, name: str | None = None, **attributes: Any) -> Operation: ...
 
 
-def operation(fn: Any = None, *, propagate: bool = True, name: str | None = None, **attributes: Any) -> Any:
+def operation(
+    fn: Call | None = None, *, propagate: bool = True, name: str | None = None, **attributes: object
+) -> object:
     """Record a function or a block of code as a span of the rollout.
 
     Example:
@@ -221,17 +224,17 @@ def operation(fn: Any = None, *, propagate: bool = True, name: str | None = None
     return result if fn is None else result(fn)
 
 
-StartRun = Callable[[tuple[Any, ...], dict[str, Any]], OperationRun | None]
+StartRun = Callable[[tuple[object, ...], dict[str, object]], OperationRun | None]
 """Function that starts the run of a call with these arguments; it returns None outside an attempt."""
 
 
 def _begin(
     attributes: Attributes,
     propagate: bool,
-    function: Any,
+    function: Call,
     signature: inspect.Signature | None,
-    args: Any,
-    kwargs: Any,
+    args: tuple[object, ...],
+    kwargs: dict[str, object],
 ) -> OperationRun | None:
     if not propagate or current_trace() is None:
         return None
@@ -239,7 +242,7 @@ def _begin(
     return OperationRun(named | _inputs(args, kwargs, signature))
 
 
-def _signature(function: Any) -> inspect.Signature | None:
+def _signature(function: Call) -> inspect.Signature | None:
     try:
         return inspect.signature(function)
     except (TypeError, ValueError):  # a function written in C may have none
@@ -247,10 +250,10 @@ def _signature(function: Any) -> inspect.Signature | None:
 
 
 def _inputs(
-    args: tuple[Any, ...], kwargs: dict[str, Any], signature: inspect.Signature | None = None
+    args: tuple[object, ...], kwargs: dict[str, object], signature: inspect.Signature | None = None
 ) -> Attributes:
     """Return the attributes of a call's arguments, by name or else as `args.N`, without `self` and `cls`."""
-    named: dict[str, Any] = {f"args.{index}": value for index, value in enumerate(args)} | kwargs
+    named: dict[str, object] = {f"args.{index}": value for index, value in enumerate(args)} | kwargs
     if signature is not None:
         try:
             bound = signature.bind(*args, **kwargs)
@@ -281,8 +284,8 @@ def _ending(run: OperationRun) -> Iterator[None]:
     run.end()
 
 
-def _wrap_plain(function: Any, begin: StartRun) -> Any:
-    def call(*args: Any, **kwargs: Any) -> Any:
+def _wrap_plain(function: Call, begin: StartRun) -> Call:
+    def call(*args: object, **kwargs: object) -> object:
         run = begin(args, kwargs)
         if run is None:
             return function(*args, **kwargs)
@@ -294,8 +297,8 @@ def _wrap_plain(function: Any, begin: StartRun) -> Any:
     return call
 
 
-def _wrap_coroutine(function: Any, begin: StartRun) -> Any:
-    async def call(*args: Any, **kwargs: Any) -> Any:
+def _wrap_coroutine(function: Call, begin: StartRun) -> Call:
+    async def call(*args: object, **kwargs: object) -> object:
         run = begin(args, kwargs)
         if run is None:
             return await function(*args, **kwargs)
@@ -307,13 +310,13 @@ def _wrap_coroutine(function: Any, begin: StartRun) -> Any:
     return call
 
 
-def _wrap_generator(function: Any, begin: StartRun) -> Any:
-    def call(*args: Any, **kwargs: Any) -> Generator[Any, Any, Any]:
+def _wrap_generator(function: Call, begin: StartRun) -> Call:
+    def call(*args: object, **kwargs: object) -> Generator[object, object, object]:
         run = begin(args, kwargs)
         generator = function(*args, **kwargs)
         if run is None:
             return (yield from generator)
-        items: list[Any] = []
+        items: list[object] = []
         with _ending(run):
             try:
                 return (yield from _iterate(generator, run, items))
@@ -324,10 +327,10 @@ def _wrap_generator(function: Any, begin: StartRun) -> Any:
 
 
 def _iterate(
-    generator: Generator[Any, Any, Any], run: OperationRun, items: list[Any]
-) -> Generator[Any, Any, Any]:
+    generator: Generator[object, object, object], run: OperationRun, items: list[object]
+) -> Generator[object, object, object]:
     """Iterate a generator, with its span as parent only while the generator's own code runs."""
-    resume: Callable[[], Any] = functools.partial(next, generator)
+    resume: Callable[[], object] = functools.partial(next, generator)
     while True:
         try:
             with run.as_parent():
@@ -346,14 +349,14 @@ def _iterate(
             resume = functools.partial(generator.throw, thrown)
 
 
-def _wrap_async_generator(function: Any, begin: StartRun) -> Any:
-    async def call(*args: Any, **kwargs: Any) -> AsyncGenerator[Any, Any]:
+def _wrap_async_generator(function: Call, begin: StartRun) -> Call:
+    async def call(*args: object, **kwargs: object) -> AsyncGenerator[object, object]:
         run = begin(args, kwargs) or OperationRun({}, propagate=False)
         generator = function(*args, **kwargs)
-        items: list[Any] = []
+        items: list[object] = []
         with _ending(run):
             try:
-                resume: Callable[[], Any] = functools.partial(anext, generator)
+                resume: Callable[[], Awaitable[object]] = functools.partial(anext, generator)
                 while True:
                     try:
                         with run.as_parent():
@@ -376,7 +379,7 @@ def _wrap_async_generator(function: Any, begin: StartRun) -> Any:
     return call
 
 
-_WRAPPERS: tuple[tuple[Callable[[Any], bool], Callable[[Any, StartRun], Any]], ...] = (
+_WRAPPERS: tuple[tuple[Callable[[object], bool], Callable[[Call, StartRun], Call]], ...] = (
     (inspect.iscoroutinefunction, _wrap_coroutine),
     (inspect.isasyncgenfunction, _wrap_async_generator),
     (inspect.isgeneratorfunction, _wrap_generator),

@@ -8,15 +8,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 TARGETS = "target_tokens"
 RATIO_MASK = "sequence_ratio_mask"
 ROWS = "rows"
 """Input that the trainer adds: for each token, the number of its example in the pass, int64."""
-Inputs = Mapping[str, Any]
+Inputs = Mapping[str, "Tensor"]
 """Tensors by name, each with one value per token."""
-TokenLoss = Callable[[Any, Inputs, Mapping[str, float]], Any]
+TokenLoss = Callable[["Tensor", Inputs, Mapping[str, float]], "Tensor"]
 """Function from the log-probs of the targets, the inputs of the loss, and its settings to the tokens' losses.
 """
 
@@ -33,22 +36,22 @@ class Loss:
     """Defaults of `loss_fn_config`."""
 
 
-def cross_entropy(logprobs: Any, inputs: Inputs, settings: Mapping[str, float]) -> Any:
+def cross_entropy(logprobs: Tensor, inputs: Inputs, settings: Mapping[str, float]) -> Tensor:
     """Return the weighted negative log-probs."""
     return -logprobs * inputs["weights"]
 
 
-def importance_sampling(logprobs: Any, inputs: Inputs, settings: Mapping[str, float]) -> Any:
+def importance_sampling(logprobs: Tensor, inputs: Inputs, settings: Mapping[str, float]) -> Tensor:
     """Return the negative advantages times the ratios of the policy to the one that sampled."""
     return _weighted(-_ratio(logprobs, inputs) * inputs["advantages"], inputs)
 
 
-def ppo(logprobs: Any, inputs: Inputs, settings: Mapping[str, float]) -> Any:
+def ppo(logprobs: Tensor, inputs: Inputs, settings: Mapping[str, float]) -> Tensor:
     """Return the clipped surrogate loss of PPO (https://arxiv.org/abs/1707.06347)."""
     return _surrogate(_ratio(logprobs, inputs), inputs, settings)
 
 
-def gspo(logprobs: Any, inputs: Inputs, settings: Mapping[str, float]) -> Any:
+def gspo(logprobs: Tensor, inputs: Inputs, settings: Mapping[str, float]) -> Tensor:
     """Return the loss of GSPO-token (https://arxiv.org/abs/2507.18071): PPO's, with one ratio for all tokens
     of an example, the geometric mean over those that the mask marks. The gradient is that of a token's own.
     """
@@ -60,35 +63,35 @@ def gspo(logprobs: Any, inputs: Inputs, settings: Mapping[str, float]) -> Any:
     return _surrogate((means[rows] + logprobs - own).exp(), inputs, settings)
 
 
-def cispo(logprobs: Any, inputs: Inputs, settings: Mapping[str, float]) -> Any:
+def cispo(logprobs: Tensor, inputs: Inputs, settings: Mapping[str, float]) -> Tensor:
     """Return the loss of CISPO, whose clipped ratio weighs the gradient (https://arxiv.org/abs/2506.13585)."""
     clipped = _clip(_ratio(logprobs, inputs), inputs, settings).detach()
     return _weighted(-clipped * logprobs * inputs["advantages"], inputs)
 
 
-def dro(logprobs: Any, inputs: Inputs, settings: Mapping[str, float]) -> Any:
+def dro(logprobs: Tensor, inputs: Inputs, settings: Mapping[str, float]) -> Tensor:
     """Return the loss of DRO, with a quadratic penalty (https://arxiv.org/abs/2405.19107)."""
     distance = (logprobs - inputs["logprobs"]) ** 2
     return _weighted(settings["beta"] / 2 * distance - logprobs * inputs["advantages"], inputs)
 
 
-def _ratio(logprobs: Any, inputs: Inputs) -> Any:
+def _ratio(logprobs: Tensor, inputs: Inputs) -> Tensor:
     return (logprobs - inputs["logprobs"]).exp()
 
 
-def _surrogate(ratio: Any, inputs: Inputs, settings: Mapping[str, float]) -> Any:
+def _surrogate(ratio: Tensor, inputs: Inputs, settings: Mapping[str, float]) -> Tensor:
     """Return the lower bound of the clipped and the unclipped objective, as a loss."""
     advantages, clipped = inputs["advantages"], _clip(ratio, inputs, settings)
     return _weighted(-(ratio * advantages).minimum(clipped * advantages), inputs)
 
 
-def _clip(ratio: Any, inputs: Inputs, settings: Mapping[str, float]) -> Any:
+def _clip(ratio: Tensor, inputs: Inputs, settings: Mapping[str, float]) -> Tensor:
     """Clip ratios to the thresholds of each token, or the call's."""
     low, high = (inputs.get(name, settings[name]) for name in (LOW, HIGH))
     return ratio.clamp(min=low).clamp(max=high)
 
 
-def _weighted(losses: Any, inputs: Inputs) -> Any:
+def _weighted(losses: Tensor, inputs: Inputs) -> Tensor:
     weights = inputs.get("weights")
     return losses if weights is None else losses * weights
 
