@@ -9,7 +9,13 @@ from raylight.quickstart import STARTER_MODEL
 
 if __name__ == "__main__":
     algorithm = rl.GRPO(
-        model=STARTER_MODEL, n_steps=10, tasks_per_step=16, lr=5e-4, mini_batches=2, val_every=0, val_samples=4
+        model=STARTER_MODEL,
+        n_steps=10,
+        tasks_per_step=16,
+        lr=5e-4,
+        mini_batches=2,
+        val_every=0,
+        val_samples=4,
     )
     trainer = rl.Trainer(
         algorithm=algorithm,
