@@ -167,7 +167,7 @@ class RolloutIndex:
         with self._lock, _query_errors(filters):
             (total,) = self._db.execute(f"SELECT COUNT(*) FROM {source}{where}", values).fetchone()
             rows = self._db.execute(
-                f"SELECT {_CARD}, {snippet} FROM {source}{where} ORDER BY {by}r.position {order} "
+                f"SELECT {_CARD}, {snippet} AS snippet FROM {source}{where} ORDER BY {by}r.position {order} "
                 "LIMIT ? OFFSET ?",
                 (*values, limit, offset),
             ).fetchall()
@@ -192,54 +192,50 @@ class RolloutIndex:
                 f"SELECT {chosen} FROM {source}{thinned} ORDER BY r.position LIMIT ?",
                 (*values, *([every] if every > 1 else []), limit),
             ).fetchall()
-        columns = zip(*rows, strict=True) if rows else ([] for _ in names)
-        return total, {name: list(column) for name, column in zip(names, columns, strict=True)}
+        return total, {name: [row[name] for row in rows] for name in names}
 
     def failures(self, limit: int = 100) -> list[JsonObject]:
         """Return the errors of the rollouts, the most frequent first, each with the last rollout that had
         it."""
         with self._lock:
             rows = self._db.execute(
-                "SELECT kind, error, COUNT(*), id, MAX(position) FROM rollouts WHERE kind IS NOT NULL "
-                "GROUP BY kind, error ORDER BY COUNT(*) DESC, MAX(position) DESC LIMIT ?",
+                "SELECT kind, error, COUNT(*) AS rollouts, id AS last, MAX(position) AS position FROM "
+                "rollouts WHERE kind IS NOT NULL GROUP BY kind, error ORDER BY COUNT(*) DESC, "
+                "MAX(position) DESC LIMIT ?",
                 (limit,),
             ).fetchall()
-        return [
-            {"kind": kind, "error": error, "rollouts": n, "last": last} for kind, error, n, last, _ in rows
-        ]
+        return [{name: row[name] for name in ("kind", "error", "rollouts", "last")} for row in rows]
 
     def card(self, rollout_id: str) -> JsonObject | None:
         """Return the card of a rollout; None if the index does not have it."""
         with self._lock:
             row = self._db.execute(
-                f"SELECT {_CARD}, NULL FROM cards r WHERE r.id = ?", (rollout_id,)
+                f"SELECT {_CARD}, NULL AS snippet FROM cards r WHERE r.id = ?", (rollout_id,)
             ).fetchone()
         return None if row is None else _card(row)
 
     def neighbours(self, position: int) -> tuple[str | None, str | None]:
         """Return the ids of the rollouts before and after a position."""
         with self._lock:
-            before = self._db.execute(
-                "SELECT id FROM rollouts WHERE position < ? ORDER BY position DESC LIMIT 1", (position,)
-            ).fetchone()
-            after = self._db.execute(
-                "SELECT id FROM rollouts WHERE position > ? ORDER BY position LIMIT 1", (position,)
-            ).fetchone()
-        return before[0] if before else None, after[0] if after else None
+            return tuple(
+                self._db.execute(
+                    "SELECT (SELECT id FROM rollouts WHERE position < ?1 ORDER BY position DESC LIMIT 1), "
+                    "(SELECT id FROM rollouts WHERE position > ?1 ORDER BY position LIMIT 1)",
+                    (position,),
+                ).fetchone()
+            )
 
     def same_task(self, group_id: str, limit: int = 200) -> list[JsonObject]:
         """Return the groups of an equal task, this one included, in the order of their first rollouts."""
         with self._lock:
             rows = self._db.execute(
-                "SELECT group_id, MAX(step), MAX(mode), AVG(reward), COUNT(*) FROM rollouts WHERE task_key = "
-                "(SELECT task_key FROM rollouts WHERE group_id = ? LIMIT 1) AND group_id IS NOT NULL GROUP "
-                "BY group_id ORDER BY MIN(position) LIMIT ?",
+                "SELECT group_id AS 'group', MAX(step) AS step, MAX(mode) AS mode, AVG(reward) AS "
+                "reward_mean, COUNT(*) AS rollouts FROM rollouts WHERE task_key = (SELECT task_key FROM "
+                "rollouts WHERE group_id = ? LIMIT 1) AND group_id IS NOT NULL GROUP BY group_id ORDER BY "
+                "MIN(position) LIMIT ?",
                 (group_id, limit),
             ).fetchall()
-        return [
-            {"group": group, "step": step, "mode": mode, "reward_mean": reward, "rollouts": n}
-            for group, step, mode, reward, n in rows
-        ]
+        return list(map(dict, rows))
 
     # building
 
@@ -325,34 +321,17 @@ class RolloutIndex:
 
 
 _CARD = (
-    "r.id, r.position, r.mode, r.step, r.group_id, r.status, r.reward, r.tokens, r.calls, r.age, r.seconds, "
-    "r.started, r.kind, r.error, r.task"
-)
-_CARD_NAMES = (
-    "id",
-    "position",
-    "mode",
-    "step",
-    "group",
-    "status",
-    "reward",
-    "tokens",
-    "calls",
-    "age",
-    "seconds",
+    "r.id, r.position, r.mode, r.step, r.group_id AS 'group', r.status, r.reward, r.tokens, r.calls, r.age, "
+    f"r.seconds, r.started, r.kind, r.error, substr(r.task, 1, {TASK_CHARS}) AS task"
 )
 _SEARCHED = "texts JOIN cards r ON r.position = texts.rowid"
 _SNIPPET = f"snippet(texts, -1, '{MARK_START}', '{MARK_END}', '…', 24)"
 
 
-def _card(row: tuple[Any, ...]) -> JsonObject:
-    *values, started, kind, error, task, snippet = row
-    return dict(zip(_CARD_NAMES, values, strict=True)) | {
-        "started": started,
-        "failure": {"kind": kind, "error": error} if kind else None,
-        "task": task[:TASK_CHARS],
-        "snippet": snippet,
-    }
+def _card(row: sqlite3.Row) -> JsonObject:
+    card = dict(row)
+    kind, error = card.pop("kind"), card.pop("error")
+    return card | {"failure": {"kind": kind, "error": error} if kind else None}
 
 
 def _where(filters: Mapping[str, object]) -> tuple[str, list[object]]:
@@ -405,12 +384,13 @@ def open_index(file: Path, store: Path) -> sqlite3.Connection:
     for _ in range(2):
         db = sqlite3.connect(file, isolation_level=None, check_same_thread=False)
         try:
+            db.row_factory = sqlite3.Row
             db.execute("PRAGMA journal_mode = WAL")
             db.execute("PRAGMA synchronous = OFF")  # it can be built again
             if db.execute("SELECT 1 FROM sqlite_master WHERE name = 'meta'").fetchone() is None:
                 db.executescript(f"BEGIN; {SCHEMA} COMMIT;")
                 db.execute("INSERT INTO meta VALUES (?)", (identity,))
-            if db.execute("SELECT store FROM meta").fetchone() == (identity,):
+            if db.execute("SELECT store FROM meta").fetchone()[0] == identity:
                 return db
         except BaseException:
             db.close()

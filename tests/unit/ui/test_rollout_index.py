@@ -152,7 +152,7 @@ def test_an_index_is_used_again_for_its_store_only(recorded: Recorded, tmp_path:
     other = tmp_path / "other.db"
     other.write_bytes(store.read_bytes())
     db = open_index(tmp_path / INDEX_FILE, other)
-    assert db.execute("SELECT COUNT(*) FROM rollouts").fetchone() == (0,)
+    assert db.execute("SELECT COUNT(*) FROM rollouts").fetchone()[0] == 0
     db.close()
 
 
