@@ -25,7 +25,6 @@ only a constructor and `app`, see `InferenceOnlyEngine`.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -71,11 +70,11 @@ class Engine(SyncedEngine, Protocol):
 
     model: str
     """Name under which the model is served."""
-    tokenizer: Any
+    tokenizer: Any = None
     """A Hugging Face tokenizer; None if the model's tokens are not known (an upstream model)."""
-    max_model_len: int | None
+    max_model_len: int | None = None
     """Longest prompt plus response, in tokens; None if not known."""
-    images: ModelImages | None
+    images: ModelImages | None = None
     """Conversion of images; None, or no such attribute, if the model takes none."""
 
     async def app(self) -> ASGIApp:
@@ -91,80 +90,26 @@ class Engine(SyncedEngine, Protocol):
         Raises:
             WeightSyncError: the engine cannot compute them.
         """
-        ...
+        raise WeightSyncError(self.not_trainable)
 
     def load(self) -> EngineLoad:
         """Return the current load. Called often, so it must be cheap."""
-        ...
+        return EngineLoad()
 
     async def check_health(self) -> None:
         """Raise if the engine can no longer serve; the replica is then replaced."""
-        ...
+        return None
 
     def close(self) -> None:
         """Stop computing. Requests in flight, and later ones, end with status 503."""
-        ...
+        return None
 
 
-class InferenceOnlyEngine:
+class InferenceOnlyEngine(Engine):
     """Base of engines with fixed weights: calls are recorded, the model cannot be trained.
 
     A subclass defines `app`.
     """
 
-    tokenizer: Any = None
-    max_model_len: int | None = None
-    images: ModelImages | None = None
-    workers: int = 1
-    not_trainable = "this engine's model cannot be trained: the engine takes no weights"
-    """Error message for every attempt to change or probe the weights."""
-
     def __init__(self, settings: EngineSettings) -> None:
         self.model = settings.model
-
-    async def init_weight_transfer_engine(self, info: Mapping[str, object]) -> None:
-        raise WeightSyncError(self.not_trainable)
-
-    async def start_weight_update(self, mode: UpdateMode = "keep") -> None:
-        raise WeightSyncError(self.not_trainable)
-
-    async def update_weights(self, info: object) -> None:
-        raise WeightSyncError(self.not_trainable)
-
-    async def finish_weight_update(self, version: int) -> None:
-        raise WeightSyncError(self.not_trainable)
-
-    async def abort_weight_update(self) -> None:
-        """Do nothing: no update can begin."""
-
-    async def load_adapter(
-        self, name: str, version: int, adapter: LoraAdapter, mode: UpdateMode = "keep"
-    ) -> None:
-        raise WeightSyncError(self.not_trainable)
-
-    async def drop_adapter(self, name: str) -> None:
-        """Do nothing: no adapter can be loaded."""
-
-    async def logprobs(
-        self, ids: list[int], adapter: str | None = None, temperature: float = 1.0
-    ) -> list[float]:
-        raise WeightSyncError(self.not_trainable)
-
-    async def top_logprobs(self, ids: list[int], k: int, temperature: float = 1.0) -> TopLogprobs:
-        raise WeightSyncError(self.not_trainable)
-
-    async def sleep(self, level: int = 1) -> str | None:
-        return "the engine holds no weights in this process"
-
-    async def wake(self) -> None:
-        """Do nothing: the engine never sleeps."""
-
-    def load(self) -> EngineLoad:
-        """Return an unknown load."""
-        return EngineLoad()
-
-    async def check_health(self) -> None:
-        """Always healthy."""
-
-    def close(self) -> None:
-        """Do nothing: the engine has no resources."""

@@ -10,6 +10,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
+from raylight.errors import WeightSyncError
+
 UpdateMode = Literal["keep", "wait", "abort"]
 """Handling of requests in flight during a weight update: "keep" continues them with the new weights (each
 token records its own version), "wait" delays the update until they have finished, "abort" ends them
@@ -54,10 +56,15 @@ class EngineLoad:
 
 
 class SyncedEngine(Protocol):
-    """The methods of an engine that the coordinator's orders call; see `raylight.engines.protocol.Engine`."""
+    """The methods of an engine that the coordinator's orders call; see `raylight.engines.protocol.Engine`.
 
-    workers: int
+    The defaults are those of an engine with fixed weights.
+    """
+
+    workers: int = 1
     """Number of processes that receive weights."""
+    not_trainable: str = "this engine's model cannot be trained: the engine takes no weights"
+    """Error message for every attempt to change or probe fixed weights."""
 
     async def init_weight_transfer_engine(self, info: Mapping[str, object]) -> None:
         """Join the group of the sender and all engines, and leave an earlier one.
@@ -69,11 +76,11 @@ class SyncedEngine(Protocol):
             ConnectionError: the other processes did not come.
             WeightSyncError: the engine has no weights of its own.
         """
-        ...
+        raise WeightSyncError(self.not_trainable)
 
     async def start_weight_update(self, mode: UpdateMode = "keep") -> None:
         """Stop sampling, and prepare for new weights."""
-        ...
+        raise WeightSyncError(self.not_trainable)
 
     async def update_weights(self, info: object) -> None:
         """Receive weights.
@@ -85,18 +92,18 @@ class SyncedEngine(Protocol):
             ConnectionError: a process that takes part in the transfer was lost.
             WeightSyncError: a tensor is missing, unknown or of another shape.
         """
-        ...
+        raise WeightSyncError(self.not_trainable)
 
     async def finish_weight_update(self, version: int) -> None:
         """Sample with the new weights, which are numbered `version`, from now on."""
-        ...
+        raise WeightSyncError(self.not_trainable)
 
     async def abort_weight_update(self) -> None:
         """Leave the transfer; an update that has begun to load weights stays incomplete.
 
         Sampling continues if no weights were loaded. Without effect if no transfer is open.
         """
-        ...
+        return None
 
     async def load_adapter(
         self, name: str, version: int, adapter: LoraAdapter, mode: UpdateMode = "keep"
@@ -109,11 +116,11 @@ class SyncedEngine(Protocol):
         Raises:
             WeightSyncError: the adapter does not fit the model, or the engine supports no adapters.
         """
-        ...
+        raise WeightSyncError(self.not_trainable)
 
     async def drop_adapter(self, name: str) -> None:
         """Stop serving the model `name`; unknown names are ignored."""
-        ...
+        return None
 
     async def logprobs(
         self, ids: list[int], adapter: str | None = None, temperature: float = 1.0
@@ -126,18 +133,18 @@ class SyncedEngine(Protocol):
         Raises:
             WeightSyncError: the engine cannot compute them.
         """
-        ...
+        raise WeightSyncError(self.not_trainable)
 
     async def sleep(self, level: int = 1) -> str | None:
         """Free the device's memory until `wake`; requests wait meanwhile.
 
         Returns the reason if nothing was freed, else None.
         """
-        ...
+        return "the engine holds no weights in this process"
 
     async def wake(self) -> None:
         """Resume after `sleep`."""
-        ...
+        return None
 
 
 @dataclass(frozen=True)

@@ -43,7 +43,7 @@ class RewardModelEngine(InferenceOnlyEngine):
         return Starlette()
 
     async def classify(self, rows: list[list[int]]) -> list[float]:
-        """Return the score of each row of token ids."""
+        """Return the output of the head for each row of token ids, before any activation."""
         return list(await asyncio.gather(*map(self._classify_one, rows)))
 
     @serve.batch(max_batch_size=BATCH_ROWS, batch_wait_timeout_s=BATCH_WAIT_S)

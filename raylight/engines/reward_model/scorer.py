@@ -6,24 +6,14 @@ import asyncio
 import json
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from raylight.errors import RewardModelError
 from raylight.rewards.scoring_model import RewardModelInput
 from raylight.types import JsonObject
 
-
-class ScoringEngine(Protocol):
-    """An engine with a scalar head."""
-
-    tokenizer: Any
-    """A Hugging Face tokenizer with a chat template."""
-    max_model_len: int | None
-    """Longest row, in tokens."""
-
-    async def classify(self, rows: list[list[int]]) -> list[float]:
-        """Return the output of the head for each row of token ids, before any activation."""
-        ...
+if TYPE_CHECKING:
+    from raylight.engines.reward_model.engine import RewardModelEngine
 
 
 class ScoredConversation(NamedTuple):
@@ -38,7 +28,7 @@ class ScoredConversation(NamedTuple):
 class ConversationScorer:
     """Renders conversations with the model's chat template, as TRL's RewardTrainer does, and scores them."""
 
-    def __init__(self, engine: ScoringEngine) -> None:
+    def __init__(self, engine: RewardModelEngine) -> None:
         self._engine = engine
         self._lock = asyncio.Lock()
         """Held while the tokenizer is used, which two threads must not share."""
