@@ -384,11 +384,6 @@ class CallDeltas:
         base_id = base.call_id if base is not None else None
         return key.rollout_id, key.attempt_id, key.call_id, base_id, shared, data, tokens, row
 
-    def encode_completely(self, key: CallKey, generation: Generation | None, span: Span | None) -> ClosedCall:
-        """Encode a call without a base, because the store does not have one that it had."""
-        self.forget([key.attempt_id])
-        return self.encode(key, generation, span)
-
     def forget(self, attempt_ids: Iterable[str]) -> None:
         """Forget attempts: the store may not have their latest calls."""
         for attempt_id in attempt_ids:

@@ -442,9 +442,12 @@ class StoreClient(StoreReader):
             closed_rows = [self._deltas.encode(*call) for call in closed]
             rejected, without_base, ignored = await channel.call("capture", opened_rows, closed_rows)
             self._deltas.forget(attempt_id for _, attempt_id, _ in ignored)
-            if without_base:
-                missing = {CallKey(*ids) for ids in without_base}
-                complete = [self._deltas.encode_completely(*call) for call in closed if call[0] in missing]
+            complete = []
+            missing = {CallKey(*ids) for ids in without_base}
+            for call in (call for call in closed if call[0] in missing):
+                self._deltas.forget([call[0].attempt_id])  # the store does not have its base
+                complete.append(self._deltas.encode(*call))
+            if complete:
                 await channel.call("capture", [], complete)
         except BaseException:  # it is not known which calls the store has
             self._deltas.forget(key.attempt_id for key, *_ in closed)

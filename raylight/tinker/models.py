@@ -9,16 +9,11 @@ import asyncio
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
-from typing import Protocol
-
-import numpy as np
 
 from raylight._utils.aio import BroadcastCondition, cancel_all
-from raylight.engines.protocol import LoraAdapter
 from raylight.http.errors import RequestError
-from raylight.tinker.datums import Batch
 from raylight.tinker.promises import ResultBody
-from raylight.tinker.requests import AdamParams, LoraSpec
+from raylight.tinker.requests import LoraSpec
 from raylight.types import JsonObject
 
 Work = Callable[[], Awaitable[ResultBody]]
@@ -111,32 +106,6 @@ class ModelTurns:
 
 RESTARTED = "the trainer has died and was started again"
 """Reason for which adapters are lost."""
-
-
-class TenantTrainer(Protocol):
-    """The trainer of all adapters; `LoraTrainer` documents the methods."""
-
-    async def wait_loss(self) -> list[str]:
-        """Wait until adapters are lost with the trainer's process; return their models."""
-        ...
-
-    async def create(self, model_id: str, spec: LoraSpec) -> None: ...
-
-    async def remove(self, model_id: str) -> None: ...
-
-    async def forward_backward(
-        self, model_id: str, batch: Batch, backward: bool
-    ) -> tuple[float, list[np.ndarray]]: ...
-
-    async def optim_step(self, model_id: str, params: AdamParams) -> dict[str, float]: ...
-
-    async def export(self, model_id: str) -> LoraAdapter: ...
-
-    async def export_optimizer(self, model_id: str) -> dict[str, np.ndarray]: ...
-
-    async def load(
-        self, model_id: str, adapter: LoraAdapter, optimizer: dict[str, np.ndarray] | None
-    ) -> None: ...
 
 
 @dataclass(eq=False)

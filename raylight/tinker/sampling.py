@@ -8,7 +8,7 @@ import itertools
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import httpx2
 import numpy as np
@@ -24,18 +24,6 @@ from raylight.tinker.settings import TinkerSettings
 from raylight.tinker.wire import PROTOBUF, Sampled, write_samples
 from raylight.types import JsonObject
 from raylight.weights.client import CoordinatorClient
-
-
-class SamplingEngines(Protocol):
-    """The engines; `Samplers` documents the methods."""
-
-    async def sample(
-        self, path: str | None, prompt: list[int], count: int, max_tokens: int, options: SamplingOptions
-    ) -> list[Sampled]: ...
-
-    async def prompt_logprobs(self, path: str | None, prompt: list[int]) -> list[float | None]: ...
-
-    async def drop(self, path: str) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -56,7 +44,7 @@ class SamplingClients:
     """The clients that sample, and their requests."""
 
     def __init__(
-        self, settings: TinkerSettings, engines: SamplingEngines, checkpoints: Checkpoints, promises: Promises
+        self, settings: TinkerSettings, engines: Samplers, checkpoints: Checkpoints, promises: Promises
     ) -> None:
         self._settings, self._engines = settings, engines
         self._checkpoints, self._promises = checkpoints, promises

@@ -7,7 +7,7 @@ import functools
 import logging
 import uuid
 from collections.abc import Awaitable, Callable, Coroutine
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -16,9 +16,9 @@ from raylight.http.errors import RequestError
 from raylight.tinker import requests as bodies
 from raylight.tinker.checkpoints import CheckpointPath, Checkpoints
 from raylight.tinker.datums import check_batch
-from raylight.tinker.models import RESTARTED, Models, TenantModel, TenantTrainer, Work
+from raylight.tinker.models import RESTARTED, Models, TenantModel, Work
 from raylight.tinker.promises import Promises, ResultBody, json_answer
-from raylight.tinker.sampling import SamplingClients, SamplingEngines
+from raylight.tinker.sampling import Samplers, SamplingClients
 from raylight.tinker.settings import TinkerSettings
 from raylight.tinker.wire import (
     PROTOBUF,
@@ -28,6 +28,9 @@ from raylight.tinker.wire import (
     write_forward_backward,
 )
 from raylight.types import JsonObject
+
+if TYPE_CHECKING:
+    from raylight.tinker.trainer_actor import TrainerClient
 
 logger = logging.getLogger(__name__)
 
@@ -48,8 +51,8 @@ class TinkerService:
     def __init__(
         self,
         settings: TinkerSettings,
-        trainer: TenantTrainer,
-        engines: SamplingEngines,
+        trainer: TrainerClient,
+        engines: Samplers,
         checkpoints: Checkpoints,
         on_lost: Callable[[LearnerLostError], None],
     ) -> None:
