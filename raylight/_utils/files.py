@@ -14,12 +14,19 @@ import shutil
 import stat
 from collections.abc import Iterator
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 PARTIAL = ".partial"
 """Suffix of a file or a folder that is being written."""
 OLD = ".old"
 """Suffix of a folder that is being replaced."""
+
+
+def read_table(file: Path) -> Any:
+    """Return the content of a YAML file of the package."""
+    import yaml
+
+    return yaml.load(file.read_text(), getattr(yaml, "CSafeLoader", yaml.SafeLoader))
 
 
 def read_bounded(path: str | Path, max_bytes: int) -> bytes:

@@ -6,8 +6,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import yaml
-
+from raylight._utils.files import read_table
 from raylight.algorithms.verl_config import converters
 from raylight.algorithms.verl_config.converters import MODEL, Converter
 
@@ -49,7 +48,7 @@ def _rule(section: str, name: str, entry: str | dict[str, Any]) -> KeyRule:
     return replace(KeyRule(key), **entry | {"reads": reads, "converter": converter})
 
 
-SECTIONS: dict[str, dict[str, Any]] = yaml.safe_load(Path(__file__).with_name("keys.yaml").read_text())
+SECTIONS: dict[str, dict[str, Any]] = read_table(Path(__file__).with_name("keys.yaml"))
 del SECTIONS["shared"]
 KEYS = {
     rule.key: rule

@@ -5,10 +5,12 @@ from __future__ import annotations
 import json
 import re
 from pathlib import Path
+from typing import get_args
 
 import pytest
 
 from raylight.ray_metrics.table import BOARD, METRICS, reference
+from raylight.types.rollouts import FailureKind
 
 CONTENT = json.loads(BOARD.read_text())
 PANELS = CONTENT["panels"]
@@ -42,6 +44,11 @@ def test_a_panel_shows_known_metrics_of_the_chosen_runs(panel: dict) -> None:  #
         names = re.findall(r"ray_\w+", target["expr"])
         assert names
         assert set(names) <= EXPOSED
+
+
+def test_every_kind_of_failure_is_counted() -> None:
+    counted = {labels["kind"] for labels in METRICS["raylight_failed_rollouts"].rows.values()}
+    assert counted == set(get_args(FailureKind))
 
 
 def test_its_variables_choose_session_and_run() -> None:
