@@ -20,8 +20,6 @@ async def run_agent(store: rl.StoreClient) -> None:
     """Process rollouts as a runner whose agent's reward is its task."""
     while True:
         rollout = await store.dequeue_rollout("runner", timeout=60.0)
-        assert rollout is not None
-        assert rollout.attempt is not None
         reward = rl.Span.from_attributes(
             name=ANNOTATION,
             attributes=dict(reward_attributes({"primary": float(rollout.input)})),

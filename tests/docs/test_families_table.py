@@ -9,7 +9,6 @@ import trl_templates
 from docs_snippets import DOCS
 
 spec = importlib.util.spec_from_file_location("generate_families", DOCS / "generate_families.py")
-assert spec is not None
 assert spec.loader is not None
 GENERATOR = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(GENERATOR)

@@ -25,7 +25,6 @@ def load(path: Path, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     """Load a script that belongs to no package as a module."""
     name = f"loaded_{path.stem}"
     spec = spec_from_file_location(name, path)
-    assert spec is not None
     assert spec.loader is not None
     module = module_from_spec(spec)
     monkeypatch.setitem(sys.modules, name, module)  # dataclasses look it up here

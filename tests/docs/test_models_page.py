@@ -19,7 +19,6 @@ from raylight.learner.model.varlen_attention import VARLEN, row_bounds
 
 def load_generator() -> ModuleType:
     spec = importlib.util.spec_from_file_location("generate_models", DOCS / "generate_models.py")
-    assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)

@@ -136,7 +136,6 @@ class StoreTarget(Target):
 
     async def begin(self) -> None:
         self._rollout = await self._call(self._server.store.start_rollout("fuzz"))
-        assert self._rollout is not None
         ids = self._rollout.rollout_id, self._rollout.attempt.attempt_id
         self.prefix, self.attempt_key = attempt_path(*ids), attempt_key(SECRET, *ids)
 

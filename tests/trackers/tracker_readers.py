@@ -35,7 +35,6 @@ def read_mlflow(outputs: Path) -> Recorded:
 
     client = MlflowClient(f"sqlite:///{outputs}/mlflow.db")
     experiment = client.get_experiment_by_name("raylight")
-    assert experiment is not None
     (run,) = client.search_runs([experiment.experiment_id])
     assert (run.info.run_name, run.info.status) == ("run", "FINISHED")
     assert run.data.params["algorithm.name"] == "GRPO"

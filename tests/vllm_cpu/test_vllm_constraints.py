@@ -65,7 +65,6 @@ async def test_white_space_in_json_is_limited(bench: Any, form: dict[str, Any]) 
     (space,) = tokenizer.encode(" ")
     await ask(bench, max_tokens=60, logit_bias={str(space): 100}, **form)  # a space wherever one is allowed
     spaces = re.search(" {2,}", tokenizer.decode(bench.sample.output_ids))
-    assert spaces is not None
     assert len(spaces[0]) == MAX_WHITE_SPACE
 
 
@@ -229,7 +228,6 @@ async def test_allowed_tokens_stay_with_their_request_when_rows_move() -> None:
 
     def allowed(name: str) -> list[int]:
         mask = batch.allowed_token_ids_mask_cpu_tensor
-        assert mask is not None
         return (~mask[batch.req_id_to_index[name]]).nonzero()[:, 0].tolist()
 
     add("free")

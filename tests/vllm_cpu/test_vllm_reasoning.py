@@ -42,7 +42,6 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EngineServer]:
 def ask(server: EngineServer, bias: dict[str, float], **how: Any) -> tuple[Any, list[int]]:
     """Return an answer and its sampled tokens."""
     rollout = server.call(server.store.start_rollout("task"))
-    assert rollout.attempt is not None
     ids = rollout.rollout_id, rollout.attempt.attempt_id
     words = {str(server.tokenizer.convert_tokens_to_ids(word)): value for word, value in bias.items()}
     url = f"http://127.0.0.1:{server.port}{attempt_path(*ids)}/v1"

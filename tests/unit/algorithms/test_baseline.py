@@ -27,7 +27,6 @@ async def run_rollouts(store: StoreClient, agent: Agent, seen: list[Rollout]) ->
     """Run rollouts one by one, each with a span and a reward."""
     while True:
         rollout = await store.dequeue_rollout("runner-1", timeout=60.0)
-        assert rollout is not None
         assert rollout.attempt is not None
         seen.append(rollout)
         ids = {"rollout_id": rollout.rollout_id, "attempt_id": rollout.attempt.attempt_id}
@@ -109,7 +108,6 @@ async def test_a_second_run_counts_from_zero() -> None:
     async with runner(store, lambda rollout: 1.0):
         await baseline.run([1, 2])
         await baseline.run([1])
-    assert baseline.summary is not None
     assert baseline.summary["rollouts"] == 1
 
 
@@ -191,7 +189,6 @@ async def test_a_queue_full_of_others_does_not_stop_it() -> None:
     async with runner(store, lambda rollout: 1.0) as seen:
         await baseline.run([1, 2])
     assert {1, 2} <= {rollout.input for rollout in seen}
-    assert baseline.summary is not None
     assert baseline.summary["rollouts"] == 2
     assert len(others) == 3
 
@@ -209,7 +206,6 @@ async def test_failures_are_counted_by_error_and_shown_once_with_their_trace(
     baseline, store = ready()
     async with runner(store, agent):
         await baseline.run([0, 1, 2, 3, 4])
-    assert baseline.summary is not None
     assert baseline.summary["failures"] == {"ValueError: no answer": 2, "KeyError: 'x'": 1}
     assert baseline.summary["mean_reward"] == 0.5
     assert baseline.summary["unscored"] == 1
@@ -229,7 +225,6 @@ async def test_every_attempt_is_shown(capsys: pytest.CaptureFixture) -> None:
         return await enqueue([request.model_copy(update={"config": again}) for request in requests])
 
     def agent(rollout: Rollout) -> float | Failure:
-        assert rollout.attempt is not None
         return Failure(kind="agent", error="OSError: flaky") if rollout.attempt.sequence_id == 1 else 1.0
 
     store.enqueue_many_rollouts = with_retries  # type: ignore[method-assign]
@@ -240,7 +235,6 @@ async def test_every_attempt_is_shown(capsys: pytest.CaptureFixture) -> None:
     assert "agent: OSError: flaky" in printed
     assert "attempt 2 by runner-1: succeeded" in printed
     assert printed.count(" step, 0.25 s") == 2
-    assert baseline.summary is not None
     assert baseline.summary["failures"] == {}
 
 
@@ -254,7 +248,6 @@ async def test_a_cancelled_rollout_is_a_failure(capsys: pytest.CaptureFixture) -
     store.enqueue_many_rollouts = cancelling  # type: ignore[method-assign]
     async with within():
         await baseline.run([1])
-    assert baseline.summary is not None
     assert baseline.summary["failures"] == {"cancelled": 1}
     assert "(train) cancelled, no reward" in capsys.readouterr().out
 
@@ -321,7 +314,6 @@ async def test_without_progress_it_is_silent_but_logs(
         await baseline.run([1])
     assert bool(capsys.readouterr().out) == progress
     assert "succeeded, reward 1" in caplog.text
-    assert baseline.summary is not None
     assert baseline.summary["mean_reward"] == 1.0
 
 

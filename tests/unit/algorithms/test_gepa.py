@@ -86,11 +86,9 @@ async def test_reflection_on_emitted_messages_improves_the_prompt() -> None:
             await gepa.run([1, 2, 3, 4], [5, 6, 7])
     best = gepa.get_best_prompt().template
     assert best == "Add {a}. Answer politely. Answer briefly."
-    assert gepa.result is not None
     assert [candidate["val_score"] for candidate in gepa.result["candidates"]] == [0.0, 0.5, 1.0]
     assert len(seen) == gepa.result["rollouts"]
     latest = await store.get_latest_resources()
-    assert latest is not None
     assert latest.resources["prompt"].template == best
 
 
@@ -135,7 +133,6 @@ async def test_a_prompt_without_its_placeholder_is_never_rolled_out() -> None:
             await gepa.run([1, 2], [5, 6])
     assert {*seen} == {SEED.template}
     assert gepa.get_best_prompt() == SEED
-    assert gepa.result is not None
     assert "lacks the placeholders a" in gepa.result["rejected"][0]["reason"]
 
 
@@ -146,11 +143,9 @@ async def test_a_rewrite_without_its_placeholder_is_never_the_best_of_negative_r
             gepa = algorithm(models.url, store, max_rollouts=12)
             await gepa.run([1, 2], [5, 6])
     assert gepa.get_best_prompt() == SEED
-    assert gepa.result is not None
     assert [candidate["val_score"] for candidate in gepa.result["candidates"]] == [-0.5]
     assert len(seen) == gepa.result["rollouts"], "a rejected rewrite costs none"
     latest = await store.get_latest_resources()
-    assert latest is not None
     assert latest.resources["prompt"] == SEED
 
 
@@ -196,7 +191,6 @@ async def test_a_model_without_a_usable_answer_costs_a_round(reply: Any) -> None
             gepa = algorithm(models.url, store, max_rollouts=8)
             await gepa.run([1, 2], [5, 6])
     assert gepa.get_best_prompt() == SEED
-    assert gepa.result is not None
     assert gepa.result["rejected"]
 
 

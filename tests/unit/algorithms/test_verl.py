@@ -178,7 +178,6 @@ def test_verls_defaults_fill_unset_keys() -> None:
         algorithm.n_epochs,
         algorithm.advantage.name,
     ) == (1024, 4, 30, "gae")
-    assert algorithm.critic is not None
     assert (algorithm.critic.lr, algorithm.critic.mini_batches, algorithm.lr) == (1e-5, 4, 1e-6)
     combined = algorithm.adjust_run_settings(OPEN)
     assert (combined.learner.n, combined.engine.replicas, combined.engine.args["tensor_parallel_size"]) == (
@@ -503,7 +502,6 @@ def test_on_a_cluster_without_gpus_as_many_ranks_compute_on_cpus() -> None:
         on_gpus.engine.replicas,
     ) == (4, 0.6, 2, 2)
     on_cpus = on_gpus.cpu_fallback
-    assert on_cpus is not None
     assert (on_cpus.learner.n, on_cpus.learner.num_gpus, on_cpus.learner.ulysses) == (4, 0, 1)
     assert (on_cpus.engine.num_gpus, on_cpus.engine.replicas, on_cpus.engine.sleep_while_learning) == (
         0,
@@ -546,7 +544,6 @@ def test_a_run_settles_on_what_the_cluster_has(
 def test_the_trainers_gpus_hold_with_and_without_gpus() -> None:
     given = OPEN.__class__(OPEN.engine, LearnerConfig(num_gpus=1), OPEN.checkpoint)
     combined = VERL(BASE).adjust_run_settings(given)
-    assert combined.cpu_fallback is not None
     assert (combined.learner.num_gpus, combined.cpu_fallback.learner.num_gpus) == (1, 1)
 
 

@@ -117,7 +117,6 @@ async def test_a_cancelled_rollout_is_cancelled_in_its_process(folder: Path) -> 
 
 async def test_a_process_that_dies_is_replaced(folder: Path) -> None:
     outcome, _ = await run(DIES, cwd=folder)
-    assert outcome.failure is not None
     assert outcome.failure.kind == "infrastructure"
     assert "ended with status 3" in outcome.failure.error
     assert "the taskset gives up" in outcome.failure.error
@@ -127,7 +126,6 @@ async def test_a_process_that_dies_is_replaced(folder: Path) -> None:
 @pytest.mark.parametrize(("error", "kind"), [("ProviderError", "infrastructure"), ("TaskError", "agent")])
 async def test_a_failed_trace_fails_the_rollout(folder: Path, error: str, kind: str) -> None:
     outcome, reward = await run(FAILS, cwd=folder, env={"ERROR": error})
-    assert outcome.failure is not None
     assert outcome.failure.kind == kind
     assert f"{error}: it failed" in outcome.failure.error
     assert reward is None
@@ -144,21 +142,18 @@ async def test_a_failed_trace_fails_the_rollout(folder: Path, error: str, kind: 
 )
 async def test_a_task_that_fails_is_named(folder: Path, task: Any, message: str) -> None:
     outcome, _ = await run(task, cwd=folder)
-    assert outcome.failure is not None
     assert outcome.failure.kind == "agent"
     assert message in outcome.failure.error
 
 
 async def test_an_interpreter_without_verifiers_is_named(tmp_path: Path) -> None:
     outcome, _ = await run(RIGHT, cwd=tmp_path)
-    assert outcome.failure is not None
     assert outcome.failure.kind == "agent"
     assert "has no verifiers 0.4" in outcome.failure.error
 
 
 async def test_an_interpreter_that_is_not_there_is_named() -> None:
     outcome, _ = await run(RIGHT, python="/nonexistent/python")
-    assert outcome.failure is not None
     assert outcome.failure.kind == "agent"
     assert "/nonexistent/python cannot be started" in outcome.failure.error
 

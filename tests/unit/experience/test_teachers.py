@@ -72,7 +72,6 @@ def test_the_first_prompt_of_a_conversation_with_tools_is_changed() -> None:
     )
     (row,) = rows_of(finished)
     (change,) = changed_prompts([row], [finished], with_hint)
-    assert change is not None
     assert change.tokens.tolist() == [1, 2]
     common = {"tools": TOOLS, "chat_template_kwargs": {"x": 1}}
     assert json.loads(change.own) == common | {"messages": [QUESTION]}
@@ -85,7 +84,6 @@ def test_the_first_prompt_of_a_conversation_with_tools_is_changed() -> None:
 def test_an_effort_of_reasoning_reaches_the_template_as_in_vllm() -> None:
     finished = rollout(([1], [2], [QUESTION]), reasoning_effort="low")
     (change,) = changed_prompts(rows_of(finished), [finished], with_hint)
-    assert change is not None
     found = json.loads(change.teacher)["chat_template_kwargs"]
     assert found == {"enable_thinking": True, "reasoning_effort": "low"}
 

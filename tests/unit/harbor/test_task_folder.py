@@ -70,14 +70,12 @@ def test_a_short_task_has_the_defaults_of_the_format(tmp_path: Path) -> None:
 def test_separate_tests_have_an_environment_of_their_own(tmp_path: Path) -> None:
     own = '[verifier.environment]\ndocker_image = "judge:1"\n'
     task = read_task(make_task(tmp_path / "own", own))
-    assert task.tests_environment is not None
     assert task.tests_environment.image == "judge:1"
     copied = read_task(make_task(tmp_path / "copied", '[verifier]\nenvironment_mode = "separate"'))
     assert copied.tests_environment == copied.environment
     built = make_task(tmp_path / "built", '[verifier]\nenvironment_mode = "separate"')
     (built / "tests" / "Dockerfile").write_text("FROM scratch")
     environment = read_task(built).tests_environment
-    assert environment is not None
     assert environment.dockerfile == built.resolve() / "tests" / "Dockerfile"
 
 
@@ -86,7 +84,6 @@ def test_an_image_of_the_tests_has_them(tmp_path: Path) -> None:
         '[environment]\ndocker_image = "agent:1"\nmemory_mb = 9\n[verifier.environment]\nworkdir = "/judge"\n'
     )
     own = read_task(make_task(tmp_path / "own", toml))
-    assert own.tests_environment is not None
     assert (own.tests_environment.image, own.tests_environment.workdir) == ("agent:1", "/judge")
     assert own.tests_folders == (own.folder / "tests",)
     built = make_task(
@@ -94,7 +91,6 @@ def test_an_image_of_the_tests_has_them(tmp_path: Path) -> None:
     )
     (built / "tests" / "Dockerfile").write_text("FROM scratch")
     task = read_task(built)
-    assert task.tests_environment is not None
     assert (task.tests_environment.image, task.tests_folders) == (None, ())
     bare = make_task(tmp_path / "bare", '[verifier.environment]\ndocker_image = "judge:1"')
     (bare / "tests" / "test.sh").unlink()

@@ -67,7 +67,6 @@ async def environment(**options: Any) -> dict[str, str]:
 async def failure(agent: CommandAgent, task: Any = None, **options: Any) -> tuple[str, str]:
     """Return kind and message of the failure of a rollout."""
     outcome, _ = await run(agent, task, **options)
-    assert outcome.failure is not None
     return outcome.failure.kind, outcome.failure.error
 
 
@@ -256,7 +255,6 @@ async def test_a_function_scores_the_output() -> None:
 async def test_the_end_of_the_standard_error_explains_a_failure() -> None:
     script = "for i in 1 2 3 4 5; do echo line $i >&2; done; echo $OPENAI_API_KEY >&2; exit 3"
     outcome, _ = await run(shell(script))
-    assert outcome.failure is not None
     assert outcome.failure.kind == "agent"
     assert outcome.failure.error == (
         "CommandError: the agent's command /bin/sh ended with exit status 3. "

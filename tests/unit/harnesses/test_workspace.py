@@ -51,7 +51,6 @@ async def printed(script: str, task: Any = None, **options: Any) -> str:
 
 async def failure(agent: CommandAgent, task: Any = None) -> tuple[str, str]:
     outcome, _ = await run(agent, task)
-    assert outcome.failure is not None
     return outcome.failure.kind, outcome.failure.error
 
 
@@ -217,7 +216,6 @@ async def test_a_reward_command_that_cannot_run_is_a_failure_and_one_that_hangs_
 
 async def test_a_function_sees_the_workspace() -> None:
     async def score(task: Any, result: CommandResult) -> float:
-        assert result.sandbox is not None
         return float(await result.sandbox.read(f"{result.workspace}/answer"))
 
     _, spans = await run(shell("echo 0.75 > answer", reward=score))

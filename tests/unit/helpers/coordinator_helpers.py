@@ -193,7 +193,6 @@ def changed(state: ReplicaState, task: Task, result: Any = None) -> ReplicaState
         return replace(state, serves=True)
     if task.kind == "abort":
         return replace(state, updating=False)
-    assert order is not None
     name, adapters = str(order.adapter), dict(state.adapters)
     match task.kind:
         case "adapter":

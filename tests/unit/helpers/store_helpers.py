@@ -108,7 +108,6 @@ async def open_box(path: Path | None = None, clock: Clock | None = None, **confi
 
 
 def ids_of(rollout: Rollout) -> tuple[str, str]:
-    assert rollout.attempt is not None
     return rollout.rollout_id, rollout.attempt.attempt_id
 
 

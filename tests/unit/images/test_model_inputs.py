@@ -114,7 +114,6 @@ class TestPlace:
 
     def test_other_size(self, tmp_path: Path) -> None:
         images = ModelImages.load(build_vlm("qwen3_vl", tmp_path))
-        assert images is not None
         ids, _ = images.encode(render(str(tmp_path), [PART, PART]), [RED, RED])
         with pytest.raises(ImageError, match="image 1 of 2"):
             images.place(ids, [WIDE, RED])
@@ -130,7 +129,6 @@ class TestTemplateContent:
 
     def test_text_is_a_string_unless_the_template_shows_none(self, tmp_path: Path) -> None:
         images = ModelImages.load(build_vlm("gemma3", tmp_path))
-        assert images is not None
         assert images.template_content([text("a"), text("b")]) == "a\nb"
         assert images.template_content(None) == ""
         lists = (
@@ -138,7 +136,6 @@ class TestTemplateContent:
         )
         (tmp_path / "chat_template.jinja").write_text(lists)
         images = ModelImages.load(str(tmp_path))
-        assert images is not None
         assert images.template_content("a") == [text("a")]
 
 

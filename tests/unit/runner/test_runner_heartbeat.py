@@ -129,8 +129,6 @@ async def test_a_cancelled_rollout_is_cancelled_in_the_runner(
         await inside.wait()
         assert not task.done()
         await store.cancel_rollout(other)
-    assert attempt is not None
-    assert attempt.failure is not None
     assert (attempt.failure.kind, ended[0]) == ("cancelled", rollout_id)
     decided = await store.get_rollout_by_id(rollout_id)
     assert (decided.status, decided.attempt.sequence_id) == ("cancelled", 1)

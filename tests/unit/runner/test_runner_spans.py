@@ -264,7 +264,6 @@ async def emit_too_many(task: int) -> float:
 
 async def emit_unstorable(task: int) -> None:
     trace = current_trace()
-    assert trace is not None
     trace.add(Span.from_attributes(name="bad", attributes=reward_attributes({"primary": 1.0}) | {"x": {1}}))
 
 
@@ -341,7 +340,6 @@ async def test_a_span_that_cannot_be_stored_costs_no_other_and_is_told(
         if task:
             emit_message("good")
             trace = current_trace()
-            assert trace is not None
             trace.add(Span.from_attributes(name="bad one", attributes={"what": object()}))
             if flush_s < 1:
                 await watching.stored.wait()

@@ -42,7 +42,6 @@ def abandon() -> str:
     with subprocess.Popen(
         [sys.executable, "-c", HOLDER], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     ) as holder:
-        assert holder.stdout is not None
         path = holder.stdout.readline().strip()
         assert path not in abandoned_folders(), "its process is alive"
         Path(path, "locked").mkdir()

@@ -60,7 +60,6 @@ def test_a_killed_runner_takes_its_programs_along(tmp_path: Path) -> None:
 
     with subprocess.Popen(command, stdout=subprocess.PIPE) as runner:
         try:
-            assert runner.stdout is not None
             assert runner.stdout.readline() == b"guarded\n"
             wait_until(lambda: len(pids()) == 3)
             runner.kill()

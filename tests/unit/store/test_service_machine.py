@@ -380,7 +380,6 @@ class StoreMachine(RuleBasedStateMachine):
         row = self.service._journal.fetch_one(
             "SELECT rowid FROM attempts WHERE attempt_id = ?", (attempt.taken.attempt.attempt_id,)
         )
-        assert row is not None
         return row[0]
 
     @rule(seconds=st.sampled_from([5, 86_400, -5, -86_400]))

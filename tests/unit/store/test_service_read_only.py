@@ -152,7 +152,6 @@ def writer(tmp_path: Path) -> Any:
         env=os.environ | {"PYTHONWARNINGS": "ignore"},
     )
     with process:
-        assert process.stdout is not None
         assert process.stdout.readline() == "ready\n"
         yield process
         process.kill()

@@ -335,7 +335,6 @@ async def test_a_planned_departure_makes_no_suspect_and_charges_no_rollout(box: 
         assert await box.store.release_worker(f"w{number}", "its node drains", planned=True) == 1
         assert of(box, rollout) == (number + 1, 0, False)
         attempt = await box.attempt(rollout, number + 1)
-        assert attempt.failure is not None
         assert attempt.failure.error == "RunnerRemoved: its node drains"
 
 

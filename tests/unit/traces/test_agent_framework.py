@@ -93,7 +93,6 @@ class Traced:
 
     @property
     def own(self) -> list[Span]:
-        assert self.trace is not None
         return self.trace.spans
 
     @property

@@ -349,7 +349,6 @@ def test_setup_from_many_threads_is_one_setup() -> None:
     with tracer.attempt(rollout()) as trace:
         sdk().start_span("once").end()
     assert names(trace) == ["once"]
-    assert tracer._capture is not None
     assert tracer._capture._tracers == 1
     tracer.teardown()
 

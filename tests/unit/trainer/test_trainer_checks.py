@@ -67,8 +67,6 @@ def test_a_policy_reads_them(hollow_model: str, planned_runs: list[Any]) -> None
     reaches_ray(trainer, rollout(lambda task, llm: 1.0), [1] * 16)
     settings = planned_runs[0].settings
     serving, training = settings.serving, settings.training
-    assert serving is not None
-    assert training is not None
     assert (serving.engine.replicas, serving.engine.port, training.learner.n) == (2, 9000, 2)
     assert (settings.seed, training.total_steps) == (3, 1)
     assert (serving.engine.kind, serving.model_path) == ("transformers", hollow_model)
@@ -97,7 +95,6 @@ def test_a_dataset_without_an_end_needs_a_number_of_steps(hollow_model: str, pla
         Trainer(algorithm=GRPO(model=hollow_model)).fit(agent, stream)
     reaches_ray(Trainer(algorithm=GRPO(model=hollow_model, n_steps=3)), agent, stream)
     training = planned_runs[0].settings.training
-    assert training is not None
     assert training.total_steps == 3
 
 

@@ -164,7 +164,6 @@ def test_a_dashboard_of_this_user_is_known(tmp_path: Path) -> None:
     with subprocess.Popen(
         [sys.executable, str(program)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     ) as process:
-        assert process.stdout is not None
         port = int(process.stdout.readline())
         check_own(f"http://127.0.0.1:{port}")
         check_own(f"http://localhost:{port}")

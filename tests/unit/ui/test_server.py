@@ -36,7 +36,6 @@ def test_beside_a_run(folder: Path) -> None:
 def test_elsewhere_than_on_loopback_it_needs_a_key(folder: Path) -> None:
     command = [sys.executable, "-m", "raylight.cli", "ui", str(folder), "--host", "0.0.0.0", "--until-closed"]
     process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-    assert process.stdout is not None
     address, _, key = process.stdout.readline().strip().rpartition("?key=")
     port = address.rstrip("/").rpartition(":")[2]
     with pytest.raises(urllib.error.HTTPError, match="401"):
@@ -70,7 +69,6 @@ def test_half_sent_headers_lock_nobody_out(folder: Path) -> None:
     limits = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (min(4096, limits[1]), limits[1]))
     with process, contextlib.ExitStack() as stack:
-        assert process.stdout is not None
         url = process.stdout.readline().strip().rpartition(" ")[2]
         port = int(url.rstrip("/").rpartition(":")[2])
         for _ in range(1100):

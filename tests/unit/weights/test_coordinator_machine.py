@@ -159,7 +159,6 @@ class CoordinatorMachine(RuleBasedStateMachine):
     def kill(self, name: str) -> None:
         replica = self.replicas.pop(name)
         self.taken.pop(name, None)
-        assert replica.life is not None
         replica.life.end()
         self.dead.append(name)
 

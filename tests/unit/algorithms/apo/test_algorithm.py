@@ -135,7 +135,6 @@ async def test_a_resumed_search_may_begin_with_failing_prompts(tmp_path: Path) -
     algorithm.set_run_context(ResumedContext(tmp_path))  # type: ignore[arg-type]
     async with runner(store, lambda rollout: BROKEN):
         await algorithm.run([1], [2])
-    assert algorithm.history is not None
     assert [candidate.batch_scores for candidate in algorithm.history.candidates] == [{1: 0.5}, {1: 0.0}]
     assert algorithm.get_best_prompt() == SEED
 
@@ -244,10 +243,8 @@ async def test_the_seed_is_the_first_prompt_and_the_best_is_left_as_the_latest(
     async with runner(store, lambda rollout: 0.75):
         await algorithm.run([1], [2, 3])
     assert algorithm.get_best_prompt() == SEED
-    assert algorithm.history is not None
     assert algorithm.history.best_candidate.val_score == 0.75
     latest = await store.get_latest_resources()
-    assert latest is not None
     assert latest.resources["prompt"] == SEED
     assert latest.resources["n"] == 1
     assert "best prompt: v0, validation 0.750" in capsys.readouterr().out

@@ -80,7 +80,6 @@ async def sample(
     params: SamplingParams = SAMPLED,
     adapter: str | None = None,
 ) -> Sample:
-    assert engine.images is not None
     places = engine.images.place(ids, images)
     async with within(60):
         with engine.begin([ids], [params], adapter, images=images, places=places) as choices:
@@ -229,7 +228,6 @@ class TestRequests:
         answer = await self.ask(engine, *messages, n=2)
         for found in context.samples.values():
             assert [place.sha256 for place in found.images] == [RED.sha256] * 2
-            assert engine.images is not None
             assert engine.images.place(found.prompt_ids, [RED, RED]) == found.images
         assert answer.usage.prompt_tokens == len(context.samples[0].prompt_ids)
         in_tokens = {"prompt_token_ids": [*context.samples[0].token_ids.tolist(), 1, 2]}

@@ -108,7 +108,6 @@ def test_the_most_frequent_parameters_of_masked_calls_are_reported() -> None:
     rules = BatchRules(off_policy_sampling="mask")
     assert build_batch([rollout(1.0, PLAIN), rollout(0.0, PLAIN)], rules)[1].off_policy is None
     content = build_batch([rollout(1.0, PLAIN), rollout(0.0, CUT)], rules)[1]
-    assert content.off_policy is not None
     assert content.off_policy.startswith("an agent sampled from model 'policy' with top_p=0.8")
 
 

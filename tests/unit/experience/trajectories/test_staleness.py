@@ -84,7 +84,6 @@ def test_turn_rewards_of_stale_calls_are_on_a_trained_token() -> None:
 def test_ages_are_of_trained_tokens_and_of_whole_trajectories() -> None:
     finished = [sampled([1, 3, 4], 1.0), sampled([5, 5], 0.0)]
     ages = build(finished, stale="mask")[1].ages
-    assert ages is not None
     assert (ages.staleness_mean, ages.staleness_max) == ((2 + 1 + 0 + 0) / 4, 2)
     assert (ages.trajectory_mean, ages.trajectory_max) == (2.0, 4)
     assert (ages.versions_mean, ages.versions_max) == (2.0, 3)
@@ -108,7 +107,6 @@ def test_no_trained_token_is_older_than_the_limit(versions: list[list[int]], lim
     expected = [VERSION - v for each in versions for v in each]
     assert ages == [age for age in expected if age <= limit]
     assert report.stale_tokens == len(expected) - len(ages)
-    assert report.ages is not None
     assert report.ages.trajectory_max == max(expected)
 
 

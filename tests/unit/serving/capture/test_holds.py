@@ -29,7 +29,6 @@ def test_a_hold_covers_calls_once_it_is_stored_and_until_its_release() -> None:
     holds = Holds(1.0, lambda: now)
     key = make_key()
     hold = holds.request(key)
-    assert hold is not None
     assert hold.key.call_id.startswith(HOLD)
     assert (holds.request(key), holds.use(key.attempt_id)) == (None, None)
     now = 2.0
@@ -50,7 +49,6 @@ def test_holds_are_released_in_the_order_of_their_last_use() -> None:
     keys = [make_key(attempt_id=f"at-{i}") for i in range(3)]
     made = [holds.request(key) for key in keys]
     for hold in made:
-        assert hold is not None
         hold.is_stored = True
     now = 0.5
     holds.use("at-0")

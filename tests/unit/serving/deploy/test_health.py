@@ -23,7 +23,6 @@ def health_after(*results: str) -> ServingHealth:
 def test_two_refused_probes_are_an_outage_since_the_last_answer() -> None:
     assert health_after("answered", "refused").outage is None
     outage = health_after("answered", "answered", "refused", "refused").outage
-    assert outage is not None
     assert (outage.since, outage.reason) == (2.0, "probe 4")
 
 

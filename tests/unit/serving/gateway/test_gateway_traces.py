@@ -60,7 +60,6 @@ def resource_spans(spans: Any, resource: dict[str, str]) -> dict[str, Any]:
 
 
 def ids_of(rollout: Rollout) -> tuple[str, str]:
-    assert rollout.attempt is not None
     return rollout.rollout_id, rollout.attempt.attempt_id
 
 

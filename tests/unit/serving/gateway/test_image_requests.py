@@ -49,7 +49,6 @@ class Served:
     async def start(self) -> Served:
         template, config = self.settings
         rollout = await self.box.store.start_rollout(input={})
-        assert rollout.attempt is not None
         self.ids = rollout.rollout_id, rollout.attempt.attempt_id
         store = self.box.store
         self.recorder = Recorder(store.capture, write_images=store.write_images)

@@ -182,7 +182,6 @@ def test_a_server_that_keeps_no_raw_path_will_do_for_plain_ids() -> None:
     inside, path = read_path(
         scope_of("/run/rollout/ro.1 x/attempt/at-1/agent/ü/v1/models") | {"root_path": "/run"}
     )
-    assert inside is not None
     assert (inside.rollout_id, inside.attempt_id, inside.agent, path) == (
         "ro.1 x",
         "at-1",
@@ -208,5 +207,4 @@ def test_what_an_address_is_made_of_is_found_in_it(
         scope_of(unquote("/run" + path + CHAT), quote("/run").encode() + path.encode() + CHAT.encode())
         | {"root_path": "/run"}
     )
-    assert inside is not None
     assert (inside.rollout_id, inside.attempt_id, inside.agent, rest) == (rollout_id, attempt_id, agent, CHAT)

@@ -248,7 +248,6 @@ async def test_a_failed_session_has_its_reason(server: Server, session: dict[str
     late = await server.reward(session, reward=1.0)
     assert (late.status_code, "it is failed (the tool broke)" in message(late)) == (409, True)
     (item,) = await server.box.store.collect(["run-train-0-0"])
-    assert item.rollout.failure is not None
     assert item.rollout.failure.kind == "agent"
 
 

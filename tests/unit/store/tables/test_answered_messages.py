@@ -36,7 +36,6 @@ def test_results_are_found_again(journal: Journal) -> None:
     assert messages.find("client", 4) is None
     assert messages.find("other", 3) is None
     found = AnsweredMessages(journal).find("client", 3)
-    assert found is not None
     assert found[:2] == [(True, row), (True, [1, None])]
     succeeded, again = found[2]
     assert (succeeded, type(again), str(again)) == (False, InvalidTransitionError, "a -> \ud800")

@@ -278,7 +278,6 @@ def kill_a_writer(path: Path, lines: int) -> list[list[str]]:
         text=True,
         env=os.environ | {"PYTHONWARNINGS": "ignore"},
     )
-    assert process.stdout is not None
     said = [process.stdout.readline() for _ in range(lines)]
     process.send_signal(signal.SIGKILL)
     said += process.stdout.readlines()

@@ -89,7 +89,6 @@ def test_a_step_is_described_by_its_rollouts() -> None:
 def test_dropped_spans_are_counted() -> None:
     finished = [make_finished(1.0), make_finished(0.0), make_finished(0.5)]
     for item, count in zip(finished, (900, 50, None), strict=True):
-        assert item.rollout.attempt is not None
         item.rollout.attempt.metadata = {"spans_dropped": count} if count else None
     metrics = describe(finished, build_batch(finished, BatchRules())[1], seconds=2.0)
     assert metrics["trace/spans_dropped"] == 950

@@ -35,7 +35,6 @@ class HostileRun(FakeRun):
         if rollout.mode != "train":
             await super()._run_agent(rollout)
             return
-        assert world.delays is not None
         way = world.delays.choice(self.ways) if world.delays.random() < 0.4 else "succeed"
         turns = world.delays.randrange(1, 4)
         for turn in range(turns):
