@@ -1,7 +1,5 @@
 """Helpers for the process agent's tests: a scripted model that calls the simulator's tools, and a server."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 from collections.abc import Iterator

@@ -1,13 +1,10 @@
 """Code example: hidden tests in a sandbox, a second turn after a syntax error, and three steps."""
 
-from __future__ import annotations
-
 import itertools
-import json
 from pathlib import Path
 
 import pytest
-from example_modules import example_module, run_copy
+from example_modules import example_module, train_three_steps
 from math_helpers import ScriptedModel
 
 import raylight as rl
@@ -70,8 +67,4 @@ def test_code_of_a_real_model_needs_bubblewrap(
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 def test_three_steps_train_on_hidden_tests(tmp_path: Path) -> None:
-    run_copy("code", tmp_path, "--steps", "3", "--cpu", "--output-dir", str(tmp_path / "out"))
-    steps = [json.loads(line) for line in (tmp_path / "out" / "metrics.jsonl").read_text().splitlines()]
-    trained = [step for step in steps if "learner/grad_norm" in step]
-    assert len(trained) == 3
-    assert all(step["mismatch/logprob_abs_max"] < 1e-3 for step in trained)
+    train_three_steps("code", tmp_path)

@@ -1,12 +1,10 @@
 """Recipe `desk`: each agent has the reward of its own work, and three steps train both."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 
 import pytest
-from example_modules import example_module, run_copy, updates
+from example_modules import example_module, train_three_steps
 from math_helpers import ScriptedModel, calling
 
 import raylight as rl
@@ -66,7 +64,5 @@ async def test_demonstrations_are_what_the_agents_send() -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 def test_three_steps_train_both_agents(tmp_path: Path) -> None:
-    run_copy("desk", tmp_path, "--steps", "3", "--cpu", "--output-dir", str(tmp_path / "out"))
-    steps = updates(tmp_path / "out")
-    assert len(steps) == 3
+    steps = train_three_steps("desk", tmp_path)
     assert all({"agent/triage/reward", "agent/solver/reward"} <= step.keys() for step in steps)

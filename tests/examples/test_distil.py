@@ -1,7 +1,5 @@
 """Distillation example: the agent, the models, and three steps of each stage."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

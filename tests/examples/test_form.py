@@ -1,7 +1,5 @@
 """One form of all recipes: their files, the picture of their curve, and the options of `train.py`."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The example that trains mini-swe-agent on a toy repository."""
 
-from __future__ import annotations
-
 import json
 import math
 import os

@@ -1,12 +1,9 @@
 """Recipe `judge`: preferences, the stand-in's scores, and three steps with each reward."""
 
-from __future__ import annotations
-
-import json
 from pathlib import Path
 
 import pytest
-from example_modules import example_module, run_copy, updates
+from example_modules import example_module, metric_rows, train_three_steps
 from judged_group import rollout
 
 import raylight as rl
@@ -48,8 +45,7 @@ def test_a_judge_without_its_reward_is_an_error(capsys: pytest.CaptureFixture[st
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("reward", ["model", "judge"])
 def test_three_steps_train_with_each_reward(tmp_path: Path, reward: str) -> None:
-    out = tmp_path / "out"
-    run_copy("judge", tmp_path, "--steps", "3", "--cpu", "--output-dir", str(out), "--reward", reward)
-    assert len(updates(out)) == 3
-    steps = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
-    assert all("val/reward/courteous" in step for step in steps if "val/reward" in step)
+    train_three_steps("judge", tmp_path, "--reward", reward)
+    assert all(
+        "val/reward/courteous" in step for step in metric_rows(tmp_path / "out") if "val/reward" in step
+    )

@@ -4,8 +4,6 @@ behind raylight's gateway.
 All tests read one run, in which each task names its client library and its MCP server.
 """
 
-from __future__ import annotations
-
 import json
 import re
 import sys

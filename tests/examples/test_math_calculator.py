@@ -1,7 +1,5 @@
 """The calculator as a real MCP server over stdio: answers, sharing between rollouts, and crashes."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import subprocess

@@ -1,7 +1,5 @@
 """The math agent's question files equal the script's output, and their results are correct."""
 
-from __future__ import annotations
-
 import re
 import sys
 

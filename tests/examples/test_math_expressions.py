@@ -1,7 +1,5 @@
 """Arithmetic of the math agent: accepted expressions, and immediate rejection of all others."""
 
-from __future__ import annotations
-
 import time
 from fractions import Fraction
 

@@ -1,7 +1,5 @@
 """Extraction and grading of the math agent's answers."""
 
-from __future__ import annotations
-
 import asyncio
 import time
 

@@ -1,7 +1,5 @@
 """The math agent's script: training, scoring at an endpoint, and tracing a question."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import itertools

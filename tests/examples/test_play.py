@@ -1,11 +1,9 @@
 """Recipe `play`: who wins a game, and three steps against the initial model."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest
-from example_modules import example_module, run_copy, updates
+from example_modules import example_module, train_three_steps
 from math_helpers import ScriptedModel, text_of
 
 import raylight as rl
@@ -40,7 +38,5 @@ async def test_who_takes_the_last_stone_wins(
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 def test_three_steps_train_against_the_initial_model(tmp_path: Path) -> None:
-    run_copy("play", tmp_path, "--steps", "3", "--cpu", "--output-dir", str(tmp_path / "out"))
-    steps = updates(tmp_path / "out")
-    assert len(steps) == 3
+    steps = train_three_steps("play", tmp_path)
     assert all(0 <= step["opponents/score"] <= 1 for step in steps)

@@ -1,7 +1,5 @@
 """The process agent's script with real Ray, the real simulator and a scripted model behind a proxy."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import os

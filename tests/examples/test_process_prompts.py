@@ -1,7 +1,5 @@
 """Rules of the prompt optimiser, without a run: rejected prompts, the best prompt, failing writers."""
 
-from __future__ import annotations
-
 import pytest
 from openai import AsyncOpenAI
 from process_helpers import MODEL, ScriptedModel, serving

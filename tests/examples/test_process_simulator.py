@@ -1,7 +1,5 @@
 """The process simulator: results against balances, tables and closed forms; errors over HTTP."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import math

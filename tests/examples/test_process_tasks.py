@@ -1,7 +1,5 @@
 """The design tasks and their reward: every task can earn the full reward, and only with correct numbers."""
 
-from __future__ import annotations
-
 import json
 from collections import Counter
 from collections.abc import AsyncIterator, Iterator

@@ -1,7 +1,5 @@
 """Prompt example: the stand-in proposer, the agent, and three steps with the prompt that was found."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The example that trains a pretrained model from the package index."""
 
-from __future__ import annotations
-
 import json
 import os
 import random

@@ -1,13 +1,10 @@
 """Search example: the ranking, the reward of an answer, and three steps."""
 
-from __future__ import annotations
-
-import json
 from pathlib import Path
 from typing import Any
 
 import pytest
-from example_modules import example_module, run_copy
+from example_modules import example_module, train_three_steps
 from math_helpers import ScriptedModel
 
 import raylight as rl
@@ -69,7 +66,4 @@ async def test_a_right_answer_counts(
 @pytest.mark.framework("agents")
 @pytest.mark.timeout(1800)
 def test_three_steps_train_on_searches(tmp_path: Path) -> None:
-    run_copy("search", tmp_path, "--steps", "3", "--cpu", "--output-dir", str(tmp_path / "out"))
-    steps = [json.loads(line) for line in (tmp_path / "out" / "metrics.jsonl").read_text().splitlines()]
-    assert sum("learner/grad_norm" in step for step in steps) == 3
-    assert all(step["mismatch/logprob_abs_max"] < 1e-3 for step in steps if "learner/grad_norm" in step)
+    train_three_steps("search", tmp_path)

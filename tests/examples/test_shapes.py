@@ -1,13 +1,10 @@
 """Shapes example: the drawings, the model that is made, and three steps."""
 
-from __future__ import annotations
-
 import itertools
-import json
 from pathlib import Path
 
 import pytest
-from example_modules import example_module, run_copy
+from example_modules import example_module, metric_rows, run_copy, train_three_steps
 from math_helpers import ScriptedModel
 
 import raylight as rl
@@ -39,18 +36,14 @@ async def test_the_first_word_of_an_answer_counts(answer: str | None, reward: fl
 
 @pytest.mark.slow
 def test_three_steps_train_on_images(tmp_path: Path) -> None:
-    run_copy("shapes", tmp_path, "--steps", "3", "--cpu", "--output-dir", str(tmp_path / "out"))
-    steps = [json.loads(line) for line in (tmp_path / "out" / "metrics.jsonl").read_text().splitlines()]
-    assert sum("learner/grad_norm" in step for step in steps) == 3
-    assert all(step["mismatch/logprob_abs_max"] < 1e-3 for step in steps if "learner/grad_norm" in step)
+    train_three_steps("shapes", tmp_path)
     assert (tmp_path / "out" / "checkpoint" / "preprocessor_config.json").exists()
 
 
 def validation_rewards(parent: Path, *arguments: str) -> list[float]:
     """Run the example; return the validation rewards, from before the first step to the last."""
     run_copy("shapes", parent, "--cpu", "--output-dir", str(parent / "out"), *arguments)
-    steps = [json.loads(line) for line in (parent / "out" / "metrics.jsonl").read_text().splitlines()]
-    return [step["val/reward"] for step in steps if "val/reward" in step]
+    return [step["val/reward"] for step in metric_rows(parent / "out") if "val/reward" in step]
 
 
 @pytest.mark.slow

@@ -1,7 +1,5 @@
 """The small_gpu example without a model: its problems, the extraction of numbers, and the rewards."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

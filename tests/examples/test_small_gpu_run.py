@@ -1,7 +1,5 @@
 """The small_gpu example with the starter model on a CPU: training, benchmark, one trace."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os

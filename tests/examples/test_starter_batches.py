@@ -1,7 +1,5 @@
 """Batches of rows and the careless teacher."""
 
-from __future__ import annotations
-
 import itertools
 import random
 

@@ -1,7 +1,5 @@
 """Starter models: demonstrations in, a model that transformers loads out; wrong input is named."""
 
-from __future__ import annotations
-
 import json
 import logging
 import random

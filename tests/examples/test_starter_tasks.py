@@ -1,7 +1,5 @@
 """Task families: their teachers are right, and wrong settings are named."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import subprocess

@@ -1,7 +1,5 @@
 """Support example: the tickets, the service against a scripted server, and three steps."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import subprocess

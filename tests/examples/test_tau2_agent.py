@@ -1,7 +1,5 @@
 """The multi-agent example on real Ray: scripted models behind raylight's proxies, and training on a CPU."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

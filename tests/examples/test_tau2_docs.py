@@ -1,7 +1,5 @@
 """The Python blocks of docs/multi_agent.md run unchanged, as one script, on real Ray."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

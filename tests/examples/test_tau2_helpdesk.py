@@ -1,7 +1,5 @@
 """The help desk: solved tasks earn 1 and others 0, tools enforce the policy, and facts match whole words."""
 
-from __future__ import annotations
-
 import json
 import re
 from typing import Any

@@ -1,7 +1,5 @@
 """Tasks as rows, the train and test halves, the data of tau2's airline, and train.py's checks."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -1,11 +1,9 @@
 """Recipe `wordle`: its teacher wins through the agent, and three steps train."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest
-from example_modules import example_module, run_copy, updates
+from example_modules import example_module, train_three_steps
 from math_helpers import ScriptedModel
 
 import raylight as rl
@@ -26,5 +24,4 @@ async def test_a_model_that_uses_the_feedback_wins(seed: int) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 def test_three_steps_train(tmp_path: Path) -> None:
-    run_copy("wordle", tmp_path, "--steps", "3", "--cpu", "--output-dir", str(tmp_path / "out"))
-    assert len(updates(tmp_path / "out")) == 3
+    train_three_steps("wordle", tmp_path)

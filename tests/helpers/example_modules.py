@@ -1,7 +1,5 @@
 """Modules of the examples that people copy, imported as the examples' own programs import them."""
 
-from __future__ import annotations
-
 import importlib
 import json
 import os
@@ -44,9 +42,22 @@ def run_copy(example: str, parent: Path, *arguments: str) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
 
 
+def train_three_steps(example: str, parent: Path, *arguments: str) -> list[dict[str, Any]]:
+    """Run three steps of an example's copy, with `parent / "out"` as output folder; return their metrics."""
+    output = parent / "out"
+    run_copy(example, parent, "--steps", "3", "--cpu", "--output-dir", str(output), *arguments)
+    steps = updates(output)
+    assert len(steps) == 3
+    return steps
+
+
+def metric_rows(output: Path) -> list[dict[str, Any]]:
+    """Return the metrics that a run wrote, a dict for each step."""
+    return [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
+
+
 def updates(output: Path) -> list[dict[str, Any]]:
     """Return the metrics of a run's updates; the engine's log-probs were the learner's in each."""
-    steps = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
-    updated = [step for step in steps if "learner/grad_norm" in step]
+    updated = [step for step in metric_rows(output) if "learner/grad_norm" in step]
     assert all(step["mismatch/logprob_abs_max"] < 1e-3 for step in updated)
     return updated
