@@ -8,8 +8,6 @@ its own Ray, the real engine and learners, and the same waiting times. `bound` i
 the same pacing predicts, in which nothing but tools, updates and publications takes time.
 """
 
-from __future__ import annotations
-
 import asyncio
 import json
 import random

@@ -5,8 +5,6 @@ actor that commits them to SQLite, as durably as raylight's store. There are no 
 retries, dialects, conversations or spans, and no bound on what waits.
 """
 
-from __future__ import annotations
-
 import asyncio
 import secrets
 import sqlite3

@@ -3,8 +3,6 @@
 There is no queue, lease, trace of an attempt, span of our own or state machine.
 """
 
-from __future__ import annotations
-
 import json
 import multiprocessing
 import sqlite3

@@ -77,7 +77,8 @@ class Run:
 class Sampler:
     """Rolls out tasks with a copy of the policy's weights."""
 
-    def __init__(self, sampling: dict[str, Any], truncation: str) -> None:
+    def __init__(self, sampling: dict[str, Any] | None = None, truncation: str = "replay") -> None:
+        sampling = sampling or {}
         self._params, self._truncation = SamplingParams(ANSWER_TOKENS, **sampling), truncation
         self._sampling = sampling if truncation != "ignore" else {}
         self._tokenizer = AutoTokenizer.from_pretrained(STARTER_MODEL)
@@ -209,7 +210,7 @@ def train(
     settings = PolicySettings(**{name: getattr(algorithm, name) for name in PolicySettings.model_fields})
     if not settings.max_logprob_mismatch:
         settings = settings.model_copy(update={"max_logprob_mismatch": 1e-3})
-    sampler, policy = Sampler(sampling or {}, truncation), Policy(STARTER_MODEL, learner, settings, steps)
+    sampler, policy = Sampler(sampling, truncation), Policy(STARTER_MODEL, learner, settings, steps)
     tasks, val = additions(seed)
     rounds = algorithm.max_rounds
     order, size, taken = TaskSampler(tasks, seed), algorithm.tasks_per_step // agents, 0

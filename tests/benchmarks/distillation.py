@@ -8,8 +8,6 @@ both models as a whole, and the divergence in plain torch. It reports the faster
 memory beyond what the process used before.
 """
 
-from __future__ import annotations
-
 import argparse
 import functools
 import json

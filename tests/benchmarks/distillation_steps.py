@@ -8,8 +8,6 @@ mean probability of the right answer to 128 sums that are in no training. All di
 the same order; each has the same learning rate.
 """
 
-from __future__ import annotations
-
 import argparse
 import statistics
 import tempfile

@@ -9,10 +9,7 @@ by the store included. With `--against`, both checkouts are measured in turn, in
 the median of each figure is shown.
 """
 
-from __future__ import annotations
-
 import asyncio
-import importlib.util
 import itertools
 import json
 import pickle
@@ -66,15 +63,8 @@ async def record(store: Any, tokens: int, turns: int, count: int) -> list[str]:
     return ids
 
 
-def has_shards() -> bool:
-    """False for earlier versions, which build in the event loop and send the whole batch to every rank."""
-    return importlib.util.find_spec("raylight.experience.batches.shards") is not None
-
-
 def payloads(batch: Any, settings: Any) -> list[bytes]:
     """Return what each rank receives."""
-    if not has_shards():
-        return [pickle.dumps(batch, protocol=5)] * RANKS
     from raylight.experience.batches.shards import shard_batch
 
     return [pickle.dumps(shard, protocol=5) for shard in shard_batch(batch, settings, RANKS)]
@@ -85,9 +75,7 @@ def make_rows(data: bytes) -> int:
     from raylight.learner.tokens.rows import build_rows
 
     part = pickle.loads(data)
-    if hasattr(part, "outline"):
-        return len(build_rows(part.rows, part.outline.owners.tolist()))
-    return len(build_rows(part))  # type: ignore[call-arg]
+    return len(build_rows(part.rows, part.outline.owners.tolist()))
 
 
 async def watch(blocked: list[float]) -> None:
@@ -108,11 +96,6 @@ async def measure(tokens: int, turns: int, count: int) -> dict[str, float]:
 
     algorithm = rl.GRPO(model="m")
     learner = LearnerConfig(max_row_tokens=2 * tokens, max_tokens_per_micro_batch=2 * tokens)
-    in_threads = has_shards()
-
-    async def run(work: Any, *args: Any) -> Any:
-        return await asyncio.to_thread(work, *args) if in_threads else work(*args)
-
     service = StoreService(None, StoreConfig(), time.time)
     store = StoreClient(service)
     blocked: list[float] = []
@@ -125,9 +108,9 @@ async def measure(tokens: int, turns: int, count: int) -> dict[str, float]:
             times = [time.process_time()]
             finished = await store.collect(ids)
             times.append(time.process_time())
-            batch, _ = await run(build_batch, finished, algorithm.batch_rules(learner))
+            batch, _ = await asyncio.to_thread(build_batch, finished, algorithm.batch_rules(learner))
             times.append(time.process_time())
-            parts = await run(payloads, batch, algorithm)
+            parts = await asyncio.to_thread(payloads, batch, algorithm)
             times.append(time.process_time())
             await asyncio.sleep(2 * TICK_S)  # the ticker records the last wait
             ticker.cancel()

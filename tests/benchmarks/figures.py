@@ -9,8 +9,6 @@ and flame graphs to OUT/flames. A name selects one. A benchmark that fails is re
 `--vllm-python` is the Python of an environment with vLLM; without it streaming is left out.
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """Flame graphs of processes under load, by py-spy."""
 
-from __future__ import annotations
-
 import argparse
 import os
 import re

@@ -9,8 +9,6 @@ layer adds, as medians over the rounds, and what is left of requests per second 
 a cProfile of the whole stack, for `python -m pstats`.
 """
 
-from __future__ import annotations
-
 import asyncio
 import cProfile
 import json

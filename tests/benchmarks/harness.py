@@ -1,7 +1,5 @@
 """Tools of the benchmarks: options, figures, processes with their times and memory, and random models."""
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import json

@@ -11,8 +11,6 @@ Then the rollouts have a conversation each, in which all see the same screenshot
 bytes of the store's file and of its folder of images, beside those that the requests had.
 """
 
-from __future__ import annotations
-
 import asyncio
 import json
 import tempfile

@@ -11,8 +11,6 @@ answers of 64 tokens on a random Qwen2 of 20 million parameters. `--real` names 
 the ranks.
 """
 
-from __future__ import annotations
-
 import argparse
 import cProfile
 import pstats

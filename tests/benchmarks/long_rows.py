@@ -11,8 +11,6 @@ with the square of the length: torch's attention of the same layers alone, forwa
 peak of the process during a second update above what it held before, and the store's file, per token.
 """
 
-from __future__ import annotations
-
 import asyncio
 import itertools
 import json

@@ -14,8 +14,6 @@ its own: the same processes send their rows, 64 rollouts in a message, to one Ra
 With `--flame`, py-spy only records the store, a runner and the driver meanwhile.
 """
 
-from __future__ import annotations
-
 import os
 import re
 import resource

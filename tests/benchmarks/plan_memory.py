@@ -8,8 +8,6 @@ as long as the context. The peak is the kernel's (VmHWM). Two configurations run
 plan is more than 15 % off.
 """
 
-from __future__ import annotations
-
 import argparse
 import asyncio
 import json

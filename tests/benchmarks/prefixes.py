@@ -7,8 +7,6 @@ prefill of the 8 prompts, whose cache is repeated for the 64 rows. They take tur
 prompt tokens that each call computes, and its seconds, with kept prefixes and without.
 """
 
-from __future__ import annotations
-
 import argparse
 import asyncio
 import random

@@ -14,8 +14,6 @@ The three take turns. Prints the milliseconds of time and of CPU time (of all pr
 rollout, as median and range of the rounds, and the differences. Takes about a minute.
 """
 
-from __future__ import annotations
-
 import asyncio
 import statistics
 import tempfile

@@ -13,8 +13,6 @@ tokens. The reward is the share of tokens of a kind that a quarter of the vocabu
 rewards of ten steps each, and the mean difference of log-probs.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import statistics

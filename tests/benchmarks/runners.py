@@ -7,8 +7,6 @@ of all processes for a rollout, and the number of cores that they kept busy: the
 of runners until the cores are full. Takes one and a half minutes.
 """
 
-from __future__ import annotations
-
 import asyncio
 import os
 import tempfile

@@ -20,8 +20,6 @@ behind by at most the bytes of SQLite's write-ahead log, whose largest size is p
 Its growth is a line fitted to `BLOCKS` means over the rollouts of the last three quarters of the run.
 """
 
-from __future__ import annotations
-
 import argparse
 import array
 import asyncio

@@ -19,8 +19,6 @@ weights on tasks that are not trained on.
 Results are kept in `--out`; a repeated command computes only those that are missing.
 """
 
-from __future__ import annotations
-
 import collections
 import contextlib
 import itertools

@@ -13,8 +13,6 @@ of their start, with the CPU seconds that each had used at the first step. `impo
 takes half a minute.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import signal

@@ -9,8 +9,6 @@ its client together; on a machine with other load it says more than the wall tim
 five minutes and 3 GB of disk.
 """
 
-from __future__ import annotations
-
 import asyncio
 import tempfile
 import time

@@ -19,8 +19,6 @@ bare, of each round's pair. `--whole` asks for answers that are not streamed. vL
 serves all dialects itself; the transformers engine serves chat.
 """
 
-from __future__ import annotations
-
 import argparse
 import asyncio
 import contextlib

@@ -3,8 +3,6 @@
 Trajectories, batches, advantages, losses and the optimizer are raylight's own.
 """
 
-from __future__ import annotations
-
 import statistics
 import tempfile
 from collections.abc import Callable, Sequence

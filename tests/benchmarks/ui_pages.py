@@ -10,8 +10,6 @@ the first paint and to the content, with the number of elements in the document.
 directory, and uses it again. Building 100,000 rollouts takes four minutes.
 """
 
-from __future__ import annotations
-
 import asyncio
 import json
 import re

@@ -10,8 +10,6 @@ GRPOTrainer in a plain loop: logits of the responses, `selective_log_softmax` an
 `pip install trl`).
 """
 
-from __future__ import annotations
-
 import argparse
 import functools
 import json

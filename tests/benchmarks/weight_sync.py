@@ -32,9 +32,10 @@ from pathlib import Path
 from typing import Any
 
 import psutil
-from harness import make_parser, memory_kib, reset_peak
-from training_state import SIZES, make_model
+from harness import make_parser, memory_kib, reset_peak, save_random
 
+SIZES = {20: (256, 12), 125: (768, 12), 350: (1024, 24), 500: (1280, 18)}
+"""Millions of parameters -> width and layers of the model."""
 STARTER = 0.25
 """Millions of parameters of the quickstart's model."""
 TIMEOUT_S = 300.0
@@ -255,6 +256,24 @@ def find_model(folder: Path, millions: float) -> str:
     if not model.exists():
         make_model(model, int(millions))
     return str(model)
+
+
+def make_model(folder: Path, millions: int) -> None:
+    """Write a model with random weights."""
+    from transformers import Qwen3Config
+
+    width, layers = SIZES[millions]
+    config = Qwen3Config(
+        vocab_size=32_000,
+        hidden_size=width,
+        intermediate_size=4 * width,
+        num_hidden_layers=layers,
+        num_attention_heads=width // 64,
+        num_key_value_heads=width // 64,
+        head_dim=64,
+        tie_word_embeddings=True,
+    )
+    save_random(config, folder)
 
 
 def show(values: list[Any], rows: list[dict[str, Any]] | str) -> None:
