@@ -1,7 +1,5 @@
 """The pages of a recorded run, as a browser shows them."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 

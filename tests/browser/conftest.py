@@ -4,8 +4,6 @@ Needs Chromium and its driver (Debian: chromium, chromium-driver) and selenium; 
 skipped, unless RAYLIGHT_REQUIRE_BROWSER is set.
 """
 
-from __future__ import annotations
-
 import asyncio
 import os
 from collections.abc import Iterator

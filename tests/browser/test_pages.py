@@ -1,7 +1,5 @@
 """Every page in a real browser: no error, no text as HTML, every width, every key."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

@@ -1,7 +1,5 @@
 """The agent under fault. It asks three questions in one conversation and keeps a log of its own."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import sys

@@ -5,8 +5,6 @@ It finds three kinds of faults: data that was lost, data that is wrong, and data
 twice.
 """
 
-from __future__ import annotations
-
 import json
 import math
 from collections import Counter, defaultdict

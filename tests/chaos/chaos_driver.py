@@ -4,8 +4,6 @@ Besides what a user's script does, it sends events to the test: each step, each 
 of each update, weight sync and training state. It also logs the batches.
 """
 
-from __future__ import annotations
-
 import asyncio
 import functools
 import itertools

@@ -1,7 +1,5 @@
 """The driver of a run under fault as a child process, and the events of the run in one queue."""
 
-from __future__ import annotations
-
 import json
 import os
 import queue

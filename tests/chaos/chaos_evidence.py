@@ -3,8 +3,6 @@
 The records are the agent's own log, the driver's log of batches, the store, the metrics and the summary.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from collections import Counter

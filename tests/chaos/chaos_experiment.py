@@ -1,7 +1,5 @@
 """A run under faults, from its start to the check of what it left."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import re

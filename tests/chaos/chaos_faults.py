@@ -1,7 +1,5 @@
 """A fault: what is done to which process of a run, when, and what the run is expected to do."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Iterable
 from dataclasses import dataclass

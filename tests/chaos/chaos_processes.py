@@ -4,8 +4,6 @@ Other runs work on the same machine: everything is found through an environment 
 of the run inherit, or through such a process.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import re

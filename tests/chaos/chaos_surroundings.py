@@ -1,7 +1,5 @@
 """A small disk and a wall clock that can be set, for faults outside a run's processes."""
 
-from __future__ import annotations
-
 import contextlib
 import struct
 import subprocess

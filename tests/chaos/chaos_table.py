@@ -1,7 +1,5 @@
 """The table of faults: how long each run took to recover from each, and what it lost or left."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Checks of what the training steps took: their groups, the age of their tokens, and the tokens' ledger."""
 
-from __future__ import annotations
-
 import math
 from collections import Counter
 from collections.abc import Iterator

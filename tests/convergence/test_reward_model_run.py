@@ -1,7 +1,5 @@
 """A policy learns from a reward model that the run serves, which was itself trained on pairs of answers."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

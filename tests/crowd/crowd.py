@@ -4,8 +4,6 @@ An environment adds one package to that of the tests: a `.pth` file makes those 
 so that uv installs only what is missing, or what the package needs in another version.
 """
 
-from __future__ import annotations
-
 import importlib.metadata
 import json
 import os

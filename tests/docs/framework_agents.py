@@ -5,8 +5,6 @@ rollout function that it shows runs in that environment, as a program of a `Comm
 `page_agent.py` needs pydantic and nothing else of raylight's packages.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import random

@@ -1,7 +1,5 @@
 """Learning runs of documentation pages' agents: the reward on held-out tasks before and after training."""
 
-from __future__ import annotations
-
 import json
 import math
 import time

@@ -1,7 +1,5 @@
 """Tables of documentation pages, so that tests can compare them with the code."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass

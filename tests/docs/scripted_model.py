@@ -1,7 +1,5 @@
 """OpenAI-compatible mock model that adds two numbers, with a tool if the request offers one."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """The blocks of the page on agents that use a store or an algorithm run with a store in this process."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator

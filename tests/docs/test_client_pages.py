@@ -4,8 +4,6 @@ Agents without tools are trained with the starter model. Agents with tools use a
 covers all pages of a kind: each task names the page whose agent runs it.
 """
 
-from __future__ import annotations
-
 import asyncio
 import importlib.metadata
 import inspect

@@ -1,7 +1,5 @@
 """The recipes of the page on clusters are valid settings, and fit the machines that they are for."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The tests that the page about correctness names exist, and it names all of parity."""
 
-from __future__ import annotations
-
 import re
 
 from docs_snippets import DOCS

@@ -1,7 +1,5 @@
 """The agents of docs/environments.md play with a scripted model, and learn."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any

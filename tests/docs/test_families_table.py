@@ -1,7 +1,5 @@
 """The table of families in docs/models.md is what its generator finds."""
 
-from __future__ import annotations
-
 import importlib.util
 
 import pytest

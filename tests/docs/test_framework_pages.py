@@ -4,8 +4,6 @@ Each runs with a scripted model that adds with the page's tool, and so shows tha
 answers pass through raylight. Then it is trained for two steps with the small model that calls tools.
 """
 
-from __future__ import annotations
-
 import json
 import shutil
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """The task of the page about Harbor's format is read, prepared and judged."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

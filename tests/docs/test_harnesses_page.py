@@ -1,7 +1,5 @@
 """docs/harnesses.md: its agents can be made, and its tables are those of the presets."""
 
-from __future__ import annotations
-
 import re
 
 import pytest

@@ -1,7 +1,5 @@
 """Every relative link and anchor of the documentation has a target."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 from urllib.parse import unquote

@@ -1,7 +1,5 @@
 """The agent of docs/mcp.md calls a real MCP server, and learns to use it."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """The table of architectures: each passes or fails the check of names as docs/models.md says."""
 
-from __future__ import annotations
-
 import copy
 import importlib.util
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """The environment and the agent of docs/openenv.md, on a real server of the package openenv."""
 
-from __future__ import annotations
-
 import contextlib
 import subprocess
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """The agents of docs/clients/own_process.md, each a program of its own, are trained."""
 
-from __future__ import annotations
-
 import shutil
 import sys
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """The pages on rewards and on tasks: their blocks run, and their tables are those of the code."""
 
-from __future__ import annotations
-
 import asyncio
 import inspect
 from typing import Any, get_args

@@ -1,7 +1,5 @@
 """The blocks of the page about sandboxes, and its table of backends."""
 
-from __future__ import annotations
-
 import os
 import re
 from pathlib import Path

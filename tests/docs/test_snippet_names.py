@@ -1,7 +1,5 @@
 """Every Python block of every page is valid Python, and uses names and arguments that raylight has."""
 
-from __future__ import annotations
-
 import ast
 import inspect
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """The taskset and the agent of docs/verifiers.md, with the package verifiers itself."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """The generated page of versions has a row for each framework, with the packages that its page installs."""
 
-from __future__ import annotations
-
 import re
 import shlex
 import sys

@@ -1,7 +1,5 @@
 """Fuzzing of a server: mutated requests, and canaries between them whose answers never change."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import re

@@ -1,7 +1,5 @@
 """Seeded mutations of valid requests: each pair of a seed and a number is one request, always the same."""
 
-from __future__ import annotations
-
 import copy
 import gzip
 import json

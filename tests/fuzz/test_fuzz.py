@@ -1,7 +1,5 @@
 """Hundreds of mutated requests against a real server, or thousands; `python tests/fuzz` sends 100,000."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import pytest

@@ -1,7 +1,5 @@
 """HTTP over a socket, byte by byte: requests that no client library would send."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import http.client

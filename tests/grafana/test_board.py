@@ -1,7 +1,5 @@
 """Grafana's board against Prometheus and a run in progress."""
 
-from __future__ import annotations
-
 import json
 import math
 import os

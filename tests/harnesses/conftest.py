@@ -1,7 +1,5 @@
 """Check that harnesses leave neither processes nor files behind."""
 
-from __future__ import annotations
-
 import os
 import tempfile
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """The repair that harnesses are tested with, and the harnesses of this machine."""
 
-from __future__ import annotations
-
 import os
 import re
 import shutil

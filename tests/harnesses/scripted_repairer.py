@@ -1,7 +1,5 @@
 """Gateway over a scripted model that calls a harness's shell once with a command, and then ends the work."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 from collections.abc import AsyncIterator, Callable

@@ -1,7 +1,5 @@
 """Harnesses with a conversation that is longer than the model's context."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Real harnesses in sandboxes: each in bubblewrap, and one in a container of podman."""
 
-from __future__ import annotations
-
 import shutil
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """A program that keeps its key, and calls the model after its rollout."""
 
-from __future__ import annotations
-
 import json
 import urllib.error
 import urllib.request

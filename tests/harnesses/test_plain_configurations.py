@@ -4,8 +4,6 @@
 from variables that each rollout has.
 """
 
-from __future__ import annotations
-
 import shutil
 
 import pytest

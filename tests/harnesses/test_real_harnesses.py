@@ -4,8 +4,6 @@ Needs the harnesses: `npm install -g @openai/codex opencode-ai @anthropic-ai/cla
 and `pip install mini-swe-agent mcp`. One that is missing is skipped.
 """
 
-from __future__ import annotations
-
 import pytest
 from engine_server import MODEL
 from harness_helpers import TASK, TESTS, agent_of, needs

@@ -1,7 +1,5 @@
 """Real harnesses with the quickstart's small model, which knows nothing of them and has a short context."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import closing
 

@@ -1,7 +1,5 @@
 """Chromium without a window, driven by selenium."""
 
-from __future__ import annotations
-
 import shutil
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """An HTTP proxy that counts what reaches it, and a model outside, to which only the proxy knows the way."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import json

@@ -10,8 +10,6 @@ A block is fenced and begins with ```` ```python ````. An HTML comment directly 
         names = block.run()
 """
 
-from __future__ import annotations
-
 import re
 import textwrap
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """An engine whose process dies while it scores tokens, once."""
 
-from __future__ import annotations
-
 import os
 import signal
 from pathlib import Path

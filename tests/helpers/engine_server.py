@@ -1,7 +1,5 @@
 """Engine behind the complete gateway, served on a port by a thread, with a store in this process."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import importlib.util

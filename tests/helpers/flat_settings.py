@@ -1,7 +1,5 @@
 """Settings of a policy update by their flat keys, which are verl's."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from pydantic import BaseModel

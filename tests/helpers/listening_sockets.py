@@ -1,7 +1,5 @@
 """Listening sockets of a local run, and those that are known."""
 
-from __future__ import annotations
-
 import json
 import re
 import subprocess

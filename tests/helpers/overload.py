@@ -1,7 +1,5 @@
 """Agents that send more requests than an engine has slots, while its weights change."""
 
-from __future__ import annotations
-
 import asyncio
 import random
 from collections.abc import Awaitable, Callable

@@ -1,7 +1,5 @@
 """A model of the asynchronous training loop, whose clock is a heap of events."""
 
-from __future__ import annotations
-
 import heapq
 import itertools
 from collections.abc import Callable

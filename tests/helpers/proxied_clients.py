@@ -1,7 +1,5 @@
 """An agent that calls its model and a model outside with clients that obey the proxies of the environment."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import os

@@ -1,7 +1,5 @@
 """Rows of random tokens, and their log-probs by plain transformers."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

@@ -5,8 +5,6 @@ this pytest process. Two pytest processes (`pytest -n 2`) or two checkouts can t
 in parallel.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import signal

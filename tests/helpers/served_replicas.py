@@ -1,7 +1,5 @@
 """A served model without runners and learners, for tests of replicas and their coordinator."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import uuid

@@ -1,7 +1,5 @@
 """Tiny models with random weights of several architectures, with the quickstart's tokenizer."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

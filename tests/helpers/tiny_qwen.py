@@ -1,7 +1,5 @@
 """A Qwen3 of two layers with random weights and a tokenizer of bytes, built in a second."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any

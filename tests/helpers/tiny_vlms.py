@@ -1,7 +1,5 @@
 """Tiny vision-language models of several families, with random weights, processor and chat template."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Chat templates of many families, in the package of the extra `trl`; without it, test modules skip."""
 
-from __future__ import annotations
-
 import importlib.util
 from pathlib import Path
 

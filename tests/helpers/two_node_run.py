@@ -10,8 +10,6 @@
 The last line that is printed is an object with what the test checks.
 """
 
-from __future__ import annotations
-
 import asyncio
 import json
 import sys

@@ -1,7 +1,5 @@
 """A Ray cluster of two nodes on this machine, of which the second one can be removed and replaced."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

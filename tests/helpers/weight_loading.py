@@ -1,7 +1,5 @@
 """Loading of named arrays into an engine as learners do it: by a transfer over gloo from a thread."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Coroutine, Iterator, Mapping
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """A real run with all trackers, offline: each tracker's own content equals metrics.jsonl."""
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import math

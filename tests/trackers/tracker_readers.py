@@ -1,7 +1,5 @@
 """Readers of what each tracker wrote offline: values by metric and step, and whether rollouts are there."""
 
-from __future__ import annotations
-
 import json
 import sqlite3
 from collections import defaultdict

@@ -1,7 +1,5 @@
 """cluster.yaml is what `ray up` takes, and starts Ray as raylight needs it."""
 
-from __future__ import annotations
-
 import copy
 import json
 import shlex

@@ -1,7 +1,5 @@
 """Components given as instance, class, factory, dotted name or dict."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Unknown keys and invalid values of settings are rejected, in `config.py` and in derived classes."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

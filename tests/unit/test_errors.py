@@ -1,7 +1,5 @@
 """Errors: every typed error keeps its type, message and status on its way through Ray."""
 
-from __future__ import annotations
-
 import inspect
 import pickle
 

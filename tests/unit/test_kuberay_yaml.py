@@ -4,8 +4,6 @@ The schema here states the types of the fields that the manifest uses, after Kub
 published one, `crds/ray.io_rayjobs.yaml` of its Helm chart, in RAYLIGHT_KUBERAY_CRD to check all of it.
 """
 
-from __future__ import annotations
-
 import copy
 import json
 import os

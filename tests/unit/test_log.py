@@ -1,7 +1,5 @@
 """Logging to the console: raylight's loggers and those of the agent."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Iterator
 

@@ -3,8 +3,6 @@
 The settings are found by introspection, so that a new one without bounds fails here.
 """
 
-from __future__ import annotations
-
 import ast
 import math
 import threading

@@ -5,8 +5,6 @@ standard library are gone for everybody; /proc, /dev/shm and the C library's Lin
 modules only, because Ray and psutil need them here.
 """
 
-from __future__ import annotations
-
 import builtins
 import ctypes
 import io

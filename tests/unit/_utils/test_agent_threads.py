@@ -1,8 +1,6 @@
 """Threads of synchronous agents: what they return and raise comes back, and one that hangs is counted and
 left alone."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import gc

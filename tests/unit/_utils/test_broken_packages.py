@@ -1,7 +1,5 @@
 """Installed packages that cannot be imported: a run's error names them, before Ray starts and after."""
 
-from __future__ import annotations
-
 import importlib.metadata
 import os
 import pickle

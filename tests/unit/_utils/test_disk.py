@@ -1,7 +1,5 @@
 """Exceptions about disks become one typed error; other exceptions stay."""
 
-from __future__ import annotations
-
 import errno
 import os
 from pathlib import Path

@@ -1,7 +1,5 @@
 """CPUs, memory and folders of this machine, and what is said where a run cannot start."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import tempfile

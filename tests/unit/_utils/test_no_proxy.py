@@ -1,7 +1,5 @@
 """Exceptions from the proxy: merging them with the user's, and how clients read them."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import subprocess

@@ -1,7 +1,5 @@
 """Custom resources in settings, and amounts in messages."""
 
-from __future__ import annotations
-
 import pytest
 
 from raylight._utils.ray_resources import format_amounts

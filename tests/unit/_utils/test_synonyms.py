@@ -1,7 +1,5 @@
 """Other names of arguments."""
 
-from __future__ import annotations
-
 import inspect
 from typing import Any
 

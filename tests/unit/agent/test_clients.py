@@ -1,7 +1,5 @@
 """Clients of a model that share the connections of their event loop or process."""
 
-from __future__ import annotations
-
 import asyncio
 import gc
 import os

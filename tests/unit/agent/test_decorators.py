@@ -1,7 +1,5 @@
 """Decorated functions: declared resources, parameters filled by type, rejected signatures, and pickling."""
 
-from __future__ import annotations
-
 import functools
 import logging
 import re

@@ -1,7 +1,5 @@
 """Emitters: spans go to the running attempt only, and their values can be read back."""
 
-from __future__ import annotations
-
 import asyncio
 import enum
 import math

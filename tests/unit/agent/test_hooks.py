@@ -1,7 +1,5 @@
 """Hooks: arguments, order, and errors, which fail the rollout only if the hook is strict."""
 
-from __future__ import annotations
-
 import asyncio
 import logging
 from typing import Any

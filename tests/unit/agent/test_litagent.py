@@ -1,7 +1,5 @@
 """Agent classes: the method for each mode, and the checks before a run."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

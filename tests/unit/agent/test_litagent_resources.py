@@ -1,7 +1,5 @@
 """Resources of agents: matched by name, checked before a run, pickled; keys of attempts."""
 
-from __future__ import annotations
-
 import functools
 import importlib
 import sys

@@ -1,7 +1,5 @@
 """Operations: functions and blocks as nested spans with input and output."""
 
-from __future__ import annotations
-
 import asyncio
 import gc
 import inspect

@@ -1,7 +1,5 @@
 """Prompt templates: two engines, safe for any template, and errors that name the missing values."""
 
-from __future__ import annotations
-
 import string
 
 import pytest

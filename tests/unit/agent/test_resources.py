@@ -1,7 +1,5 @@
 """Models as resources: names, the URLs of attempts and agents, and the routing of a proxy."""
 
-from __future__ import annotations
-
 import pickle
 from urllib.parse import unquote
 

@@ -1,7 +1,5 @@
 """An agent's tracer, runner and trainer: there inside a rollout, a clear error elsewhere."""
 
-from __future__ import annotations
-
 import copy
 import os
 import pickle

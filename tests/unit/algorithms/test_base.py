@@ -1,7 +1,5 @@
 """Algorithm classes and @algo functions."""
 
-from __future__ import annotations
-
 import functools
 import gc
 import inspect

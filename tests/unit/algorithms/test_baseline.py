@@ -1,7 +1,5 @@
 """Baseline with a store in this process and a minimal runner."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import logging

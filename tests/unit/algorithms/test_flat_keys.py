@@ -1,7 +1,5 @@
 """Flat keys of losses and advantage estimators, as verl and version 0.2 have them."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

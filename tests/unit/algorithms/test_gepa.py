@@ -1,7 +1,5 @@
 """GEPA around the package: rollouts through a store in this process, rejected prompts, and cancellation."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Callable

@@ -1,7 +1,5 @@
 """Adding an algorithm takes one new file: its class is validated, planned and batched like built-in ones."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

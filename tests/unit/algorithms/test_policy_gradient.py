@@ -1,7 +1,5 @@
 """Policy-gradient algorithms: their settings, rewards and batches, and batches."""
 
-from __future__ import annotations
-
 import dataclasses
 import pickle
 from pathlib import Path

@@ -1,7 +1,5 @@
 """VERL(config): configurations of verl and agent-lightning resolve to raylight's settings."""
 
-from __future__ import annotations
-
 import warnings
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Scores of answers to real rows (samples/README.md)."""
 
-from __future__ import annotations
-
 import json
 import random
 import subprocess

@@ -1,7 +1,5 @@
 """The catalogue, the rows of its data sets, and its agent with scripted answers."""
 
-from __future__ import annotations
-
 import dataclasses
 import pickle
 import shutil

@@ -4,8 +4,6 @@ A run of the leaderboard's own checker (bfcl-eval 2026.3.23) on 24,000 calls, ri
 all 400 rows, gave the same verdicts.
 """
 
-from __future__ import annotations
-
 import json
 from types import SimpleNamespace
 from typing import Any

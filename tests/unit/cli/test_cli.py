@@ -1,7 +1,5 @@
 """Options of the command line that all commands share."""
 
-from __future__ import annotations
-
 import inspect
 import os
 import sys

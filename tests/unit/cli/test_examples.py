@@ -1,7 +1,5 @@
 """The list of examples, copies of them, and the wheel that carries them."""
 
-from __future__ import annotations
-
 import shutil
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """`raylight doctor`: the facts, the judgement, and what is printed."""
 
-from __future__ import annotations
-
 import dataclasses
 import io
 import json

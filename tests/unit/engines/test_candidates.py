@@ -1,7 +1,5 @@
 """Candidates of sampled tokens: exclusions, and biases that ban."""
 
-from __future__ import annotations
-
 import torch
 
 from raylight.engines.candidates import find_candidates

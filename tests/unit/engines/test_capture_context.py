@@ -1,7 +1,5 @@
 """Routes of a sample, which an engine records in parts."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

@@ -1,7 +1,5 @@
 """Notations of tool calls and reasoning, found in the real chat templates of TRL's package."""
 
-from __future__ import annotations
-
 import ast
 import importlib.util
 from pathlib import Path

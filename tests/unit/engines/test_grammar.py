@@ -1,7 +1,5 @@
 """Grammars: the white space that they allow, and errors of schemas and of xgrammar."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 

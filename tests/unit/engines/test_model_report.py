@@ -1,7 +1,5 @@
 """Report of a model as the engines read it."""
 
-from __future__ import annotations
-
 import shutil
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """The choice of an engine: built-in kinds, engines by dotted name, and settings that do not fit."""
 
-from __future__ import annotations
-
 import asyncio
 import functools
 from pathlib import Path

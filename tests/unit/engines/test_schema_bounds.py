@@ -1,7 +1,5 @@
 """Bounds of schemas that constrain answers."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 

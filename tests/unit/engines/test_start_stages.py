@@ -1,7 +1,5 @@
 """Stages of a start, noted by several processes."""
 
-from __future__ import annotations
-
 import logging
 import os
 import subprocess

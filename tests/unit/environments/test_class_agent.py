@@ -1,7 +1,5 @@
 """Environment classes in TRL's form: the conversation, tools of every kind, rewards, and bad classes."""
 
-from __future__ import annotations
-
 import asyncio
 import functools
 import pickle

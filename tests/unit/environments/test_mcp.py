@@ -1,7 +1,5 @@
 """Tools of MCP servers: real processes over stdio, and their deaths, silences and excesses."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import pickle

@@ -1,7 +1,5 @@
 """OpenEnv agents against a server that speaks the protocol, or breaks it."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import json

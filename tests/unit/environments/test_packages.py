@@ -1,7 +1,5 @@
 """Agents over the packages gymnasium, textarena and reasoning-gym themselves."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import random

@@ -1,7 +1,5 @@
 """Games in text with a scripted model: the conversation, the end of an episode, and bad tasks."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Mapping
 from types import SimpleNamespace

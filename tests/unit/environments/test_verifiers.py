@@ -1,7 +1,5 @@
 """Agents of verifiers: what is missing is named, and the program runs with a small stand-in."""
 
-from __future__ import annotations
-
 import asyncio
 import subprocess
 import sys

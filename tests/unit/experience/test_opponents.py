@@ -1,7 +1,5 @@
 """The pool of opponents: draws, Elo ratings and what leaves, as a pure state machine."""
 
-from __future__ import annotations
-
 import json
 from collections import Counter
 from typing import Any

@@ -1,7 +1,5 @@
 """Prompts that a teacher reads instead of the model's: which call they change, and the tokens after them."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 

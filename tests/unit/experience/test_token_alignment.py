@@ -1,7 +1,5 @@
 """Rows in the tokens of another tokenizer, aligned at the ends of equal texts."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from hypothesis import given

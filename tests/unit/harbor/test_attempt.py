@@ -1,7 +1,5 @@
 """Attempts at Harbor tasks in a sandbox of processes: environment, tests, rewards, artifacts."""
 
-from __future__ import annotations
-
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Dockerfiles: the files, folders and variables that a sandbox without images takes from them."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

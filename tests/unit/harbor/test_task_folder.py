@@ -1,7 +1,5 @@
 """Tasks in Harbor's format: what is read, what is refused, and the rows of a folder of them."""
 
-from __future__ import annotations
-
 import logging
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """An agent that is a program of its own: its input, its environment, its reward, its failures and its end."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import json

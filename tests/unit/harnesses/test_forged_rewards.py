@@ -1,7 +1,5 @@
 """Agents that forge their rewards: what they leave behind never runs in, or stands for, what judges them."""
 
-from __future__ import annotations
-
 import io
 import os
 import tarfile

@@ -1,7 +1,5 @@
 """Harbor's tasks run by a command agent: in processes, in bubblewrap and in a container."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import subprocess

@@ -1,7 +1,5 @@
 """Presets of harnesses: their configuration files, their variables, and a fake program in place of each."""
 
-from __future__ import annotations
-
 import json
 import tomllib
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A command in a sandbox of its own: its files, its folders, its reward after its end, and bad input."""
 
-from __future__ import annotations
-
 import json
 import os
 from pathlib import Path

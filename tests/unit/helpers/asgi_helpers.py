@@ -1,7 +1,5 @@
 """Messages of ASGI applications, and requests that are sent to one message by message."""
 
-from __future__ import annotations
-
 import asyncio
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send

@@ -1,7 +1,5 @@
 """An engine and an agent in conversation, over tokenizers whose chat templates change past turns."""
 
-from __future__ import annotations
-
 import json
 import re
 from dataclasses import dataclass, field

@@ -1,7 +1,5 @@
 """A scripted model behind the whole gateway with a store, and the SDKs' clients of it."""
 
-from __future__ import annotations
-
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any

@@ -1,7 +1,5 @@
 """Stand-ins for engines and replicas of a coordinator."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import itertools

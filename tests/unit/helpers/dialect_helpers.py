@@ -1,7 +1,5 @@
 """A scripted chat application, and clients of the real SDKs in front of it."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field

@@ -1,7 +1,5 @@
 """An engine of a user's own in one file: answers each chat request with the text of its last message."""
 
-from __future__ import annotations
-
 import time
 from typing import Any
 

@@ -1,7 +1,5 @@
 """A gateway around fakes, and clients of it."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from typing import Any

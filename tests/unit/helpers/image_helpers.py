@@ -1,7 +1,5 @@
 """Small images for tests."""
 
-from __future__ import annotations
-
 import base64
 import random
 from io import BytesIO

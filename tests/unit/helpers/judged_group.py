@@ -1,7 +1,5 @@
 """Finished rollouts of a group, and a scripted judge behind a real server."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 

@@ -1,7 +1,5 @@
 """A small image for podman, made without a registry."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import subprocess

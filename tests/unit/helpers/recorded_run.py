@@ -1,7 +1,5 @@
 """Directory of a run with two steps: its files, and a store with all kinds of rollouts."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import dataclass, replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A display that records what it receives."""
 
-from __future__ import annotations
-
 from raylight.advisories import Advisory
 
 

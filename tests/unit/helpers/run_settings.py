@@ -1,7 +1,5 @@
 """Settings of runs, and facts of a cluster, for tests."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from raylight.agent.decorators import rollout

@@ -1,7 +1,5 @@
 """Sandboxes that are stopped at the end of a test, and a model for their programs."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Callable

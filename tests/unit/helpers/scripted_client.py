@@ -1,7 +1,5 @@
 """Client of OpenAI whose model gives the answers of a list."""
 
-from __future__ import annotations
-
 import copy
 import json
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """Questions by SDKs and frameworks to an attempt's address; each returns the text of its answer."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable, Iterable
 from typing import Any

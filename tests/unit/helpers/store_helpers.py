@@ -1,7 +1,5 @@
 """A store in this process with a clock that the test controls."""
 
-from __future__ import annotations
-
 import asyncio
 import itertools
 from collections.abc import AsyncIterator, Coroutine

@@ -1,7 +1,5 @@
 """A small tokenizer with merges, and chat templates that change past turns as real ones do."""
 
-from __future__ import annotations
-
 import functools
 from pathlib import Path
 from typing import Any

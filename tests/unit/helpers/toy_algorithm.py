@@ -1,7 +1,5 @@
 """Toy algorithm: GRPO whose advantage is 1 for the best rollouts of a group and -1 for the others."""
 
-from __future__ import annotations
-
 from typing import Any, Literal
 
 from pydantic import Field

@@ -1,8 +1,6 @@
 """A run on a real store, with fake learners, engines and runners in one process, which can be killed at any
 moment."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import hashlib

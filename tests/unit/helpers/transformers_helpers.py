@@ -1,7 +1,5 @@
 """Helpers for tests of the transformers engine: a brake, scripted answers, a client."""
 
-from __future__ import annotations
-
 import asyncio
 import threading
 from collections.abc import Callable

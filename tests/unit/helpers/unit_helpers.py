@@ -1,7 +1,5 @@
 """Factories of records and runners, shared by the unit tests."""
 
-from __future__ import annotations
-
 import asyncio
 import itertools
 from collections.abc import AsyncIterator, Callable, Iterable

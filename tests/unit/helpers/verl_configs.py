@@ -1,8 +1,6 @@
 """Configurations of agent-lightning's examples, the settings that VERL resolves one to, and the table of
 docs/verl.md."""
 
-from __future__ import annotations
-
 import copy
 from typing import Any
 

@@ -1,7 +1,5 @@
 """A chat template with images, and an engine's application that samples for chats with images."""
 
-from __future__ import annotations
-
 import base64
 import hashlib
 import json

@@ -1,7 +1,5 @@
 """Models of request bodies, and the description of their errors."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

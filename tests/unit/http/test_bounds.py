@@ -1,7 +1,5 @@
 """Bounds of request fields: what fits passes, all else is named with its bounds."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Checks of request bodies: size, sound JSON, and rejection before any inner layer."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 from collections.abc import AsyncIterator

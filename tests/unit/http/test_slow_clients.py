@@ -1,7 +1,5 @@
 """Connections that send no whole headers end, and others stay."""
 
-from __future__ import annotations
-
 import asyncio
 from pathlib import Path
 

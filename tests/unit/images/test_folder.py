@@ -1,7 +1,5 @@
 """Files of images under their digests."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

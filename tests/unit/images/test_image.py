@@ -1,7 +1,5 @@
 """Images that can be decoded, and files that cannot, are animated, too large or no image."""
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 import struct

@@ -1,7 +1,5 @@
 """Tokens and pixels of images, compared with the models' own processors."""
 
-from __future__ import annotations
-
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Images of http URLs: limits of address, size and time, through redirects and changing names."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator

@@ -1,7 +1,5 @@
 """The quickstart's agent with a tool, in front of a scripted model."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 

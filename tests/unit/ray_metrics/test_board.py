@@ -1,7 +1,5 @@
 """The board of Grafana, and the page that lists the metrics."""
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Reports to Ray's metrics."""
 
-from __future__ import annotations
-
 import math
 import re
 import threading

@@ -1,7 +1,5 @@
 """Process rewards: a group reward of each turn."""
 
-from __future__ import annotations
-
 import asyncio
 import dataclasses
 import json

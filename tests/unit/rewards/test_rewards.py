@@ -1,7 +1,5 @@
 """Group rewards: results, terms, sums, rubrics, and relative ranking by a judge behind a real server."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Reward models as group rewards: what they score, and what they refuse. The scores are made up."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 from typing import Any

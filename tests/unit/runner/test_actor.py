@@ -1,7 +1,5 @@
 """The payload that runners receive."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from pathlib import Path

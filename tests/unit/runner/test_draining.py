@@ -1,7 +1,5 @@
 """Time that runners of a draining node have."""
 
-from __future__ import annotations
-
 import pytest
 
 from raylight.runner.draining import grace_seconds

@@ -1,8 +1,6 @@
 """One attempt: its time limited, its hooks called, its agent given what it asks for; whatever the agent does
 becomes an outcome."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import functools

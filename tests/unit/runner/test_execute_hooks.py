@@ -1,7 +1,5 @@
 """Hooks around one attempt: when they are called, what they are given, and what a failing one costs."""
 
-from __future__ import annotations
-
 import asyncio
 from typing import Any
 

@@ -1,8 +1,6 @@
 """External runners without Ray: missed heartbeats, and a run that is gone
 before they join."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 from collections.abc import Iterator

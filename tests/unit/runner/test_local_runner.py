@@ -1,7 +1,5 @@
 """Single tasks in this process: their rewards, resources, hooks and errors."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

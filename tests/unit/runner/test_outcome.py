@@ -1,8 +1,6 @@
 """How an attempt ended: what an agent may return, whose fault an exception is, and how a failure is
 described."""
 
-from __future__ import annotations
-
 import collections
 import re
 from fractions import Fraction

@@ -1,7 +1,5 @@
 """A runner with a store in this process: how many rollouts run at once, how they are retried, how it ends."""
 
-from __future__ import annotations
-
 import asyncio
 import resource
 import threading

@@ -1,7 +1,5 @@
 """Heartbeats of a runner, what the store answers to them, and agents that do not let go."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import threading

@@ -1,8 +1,6 @@
 """Resources of a runner's rollouts: the version that each names, fetched once, and a changed one by those
 that come later."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 from typing import Any

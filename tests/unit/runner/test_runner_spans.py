@@ -1,8 +1,6 @@
 """What a runner brings to the store: every span to its own attempt, all of them before the attempt is
 decided."""
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import math

@@ -1,7 +1,5 @@
 """Requests to scale a run, from the command to its components."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager

@@ -1,7 +1,5 @@
 """Whose fault an exception of an agent is: its own, or that of a service that it called."""
 
-from __future__ import annotations
-
 import asyncio
 import threading
 import urllib.request

@@ -1,7 +1,5 @@
 """Start of runners without Ray: placement, slow starts, progress, failures."""
 
-from __future__ import annotations
-
 import asyncio
 import logging
 from collections.abc import Callable, Mapping

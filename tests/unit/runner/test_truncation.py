@@ -1,7 +1,5 @@
 """Outcome of an attempt that a budget truncated, and the runner's record of it."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

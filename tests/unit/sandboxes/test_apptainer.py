@@ -1,7 +1,5 @@
 """The command lines of Apptainer, recorded by a program of that name."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import os

@@ -1,7 +1,5 @@
 """Sandboxes by bubblewrap: what programs inside see, what they cannot do, and how they reach the model."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import shutil

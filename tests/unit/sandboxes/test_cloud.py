@@ -1,7 +1,5 @@
 """Sandboxes of cloud providers, against fakes of their packages that run programs on this machine."""
 
-from __future__ import annotations
-
 import asyncio
 import importlib
 import inspect

@@ -1,7 +1,5 @@
 """Sandboxes that are containers: real ones of podman where it runs, and the command lines of both tools."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import shutil

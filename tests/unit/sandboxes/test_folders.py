@@ -1,7 +1,5 @@
 """Folders of sandboxes: those of a killed process are found and removed, those of a living one never."""
 
-from __future__ import annotations
-
 import errno
 import os
 import signal

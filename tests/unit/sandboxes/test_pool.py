@@ -1,7 +1,5 @@
 """The limit on sandboxes at once."""
 
-from __future__ import annotations
-
 import asyncio
 import pickle
 from typing import Any

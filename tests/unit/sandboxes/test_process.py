@@ -1,7 +1,5 @@
 """The sandbox of plain processes: its folder, its limits, and the end of what ran in it."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import signal

@@ -1,7 +1,5 @@
 """The guard of a process kills the programs that the process started, however it ends."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import os

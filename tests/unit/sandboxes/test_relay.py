@@ -1,7 +1,5 @@
 """Addresses that programs in sandboxes are given."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import socket

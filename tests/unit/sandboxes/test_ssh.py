@@ -1,7 +1,5 @@
 """Sandboxes on another machine: a real sshd on the loopback, with keys of its own."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import getpass

@@ -1,7 +1,5 @@
 """Memory of a replica: what it keeps of attempts takes no more than its bounds, in bytes really allocated."""
 
-from __future__ import annotations
-
 import asyncio
 import gc
 import json

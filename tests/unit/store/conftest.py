@@ -1,7 +1,5 @@
 """A store in this process."""
 
-from __future__ import annotations
-
 from collections.abc import AsyncIterator
 
 import pytest

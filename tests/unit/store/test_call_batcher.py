@@ -1,8 +1,6 @@
 """Messages that are sent again, as Ray does when the store's actor died after it had committed and before it
 had answered."""
 
-from __future__ import annotations
-
 import asyncio
 from pathlib import Path
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """Calls as what they add to earlier calls: read as they were recorded, whatever the store has of them."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import random

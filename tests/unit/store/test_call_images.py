@@ -1,7 +1,5 @@
 """Images of calls in the store: read as they were recorded, and stored where they are new."""
 
-from __future__ import annotations
-
 import errno
 from dataclasses import replace
 from pathlib import Path

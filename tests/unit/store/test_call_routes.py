@@ -1,7 +1,5 @@
 """Routes of experts in the store: only those of new tokens, which calls of a conversation share."""
 
-from __future__ import annotations
-
 import numpy as np
 
 from raylight.experience.trajectories.trajectory import build_trajectories

@@ -1,7 +1,5 @@
 """Rows of calls: generations survive encoding."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

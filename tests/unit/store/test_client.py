@@ -1,7 +1,5 @@
 """The store's client: calls travel together, fail alone, and are carried out once."""
 
-from __future__ import annotations
-
 import asyncio
 import gc
 import logging

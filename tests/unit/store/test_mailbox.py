@@ -1,7 +1,5 @@
 """Requests to the driver of a run by way of its store."""
 
-from __future__ import annotations
-
 import asyncio
 
 from store_helpers import Box

@@ -1,7 +1,5 @@
 """Encoding of inputs, metadata and resources: type for type, without code, or refused with a place."""
 
-from __future__ import annotations
-
 import collections
 import contextlib
 import dataclasses

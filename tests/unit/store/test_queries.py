@@ -1,7 +1,5 @@
 """Queries of the store: every filter, their logic, order and pages."""
 
-from __future__ import annotations
-
 import asyncio
 import re
 from collections.abc import Callable

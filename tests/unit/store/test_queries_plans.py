@@ -1,8 +1,6 @@
 """No call of the store walks through all rollouts: every statement that it uses finds what it needs through
 an index."""
 
-from __future__ import annotations
-
 import re
 import sqlite3
 from typing import Any

@@ -1,7 +1,5 @@
 """The store's waiting: long polls, backpressure, and its timer."""
 
-from __future__ import annotations
-
 import asyncio
 import time
 from collections.abc import AsyncIterator

@@ -1,7 +1,5 @@
 """Calls to the engine in the store: announced, recorded, and waited for before an attempt is decided."""
 
-from __future__ import annotations
-
 import asyncio
 import random
 import uuid

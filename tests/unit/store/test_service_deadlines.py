@@ -1,7 +1,5 @@
 """Time in the store: leases, silence and timeouts of attempts."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,8 +1,6 @@
 """The store beside a small model of its rules, under any sequence of events, some of them late, wrong, or
 across a restart."""
 
-from __future__ import annotations
-
 import asyncio
 import itertools
 import tempfile

@@ -1,7 +1,5 @@
 """Looking at a store: beside the one that writes, after it was killed; and only one that writes."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import signal

@@ -1,7 +1,5 @@
 """Resources and workers in the store, and its counts."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

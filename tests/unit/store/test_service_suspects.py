@@ -1,7 +1,5 @@
 """Suspects: a rollout that brings its runners down is found out, and its neighbours do not pay for it."""
 
-from __future__ import annotations
-
 import asyncio
 from collections import Counter
 from typing import Any

@@ -1,7 +1,5 @@
 """Waiting for rollouts to be decided."""
 
-from __future__ import annotations
-
 import asyncio
 import re
 from typing import Any

@@ -1,7 +1,5 @@
 """Tasks of numbered groups: shuffled in each pass, and repeatable by seed and number."""
 
-from __future__ import annotations
-
 from hypothesis import given
 from hypothesis import strategies as st
 

@@ -1,7 +1,5 @@
 """Mixtures, curricula, stages, streams: proportions, pools, gates, and draws that a resumed run repeats."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import threading

@@ -1,7 +1,5 @@
 """Checkpoints are whole, expire in time, and stay within their folder."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import numpy as np

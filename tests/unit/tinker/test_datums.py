@@ -1,7 +1,5 @@
 """Every input that a loss reads is checked, and the message names it."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Losses, log-probs and steps of many adapters equal those of plain torch and peft, one model each."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

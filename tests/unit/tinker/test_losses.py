@@ -1,7 +1,5 @@
 """Losses and gradients equal those of a reference, written example by example after Tinker's pages."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 
 import pytest

@@ -1,7 +1,5 @@
 """The models in training: their limit, and those whose adapters are lost."""
 
-from __future__ import annotations
-
 import pytest
 
 from raylight.http.errors import RequestError

@@ -1,7 +1,5 @@
 """A numbered call is executed once, and its answer is kept until the next one."""
 
-from __future__ import annotations
-
 import pytest
 
 from raylight.errors import NonFiniteGradientError

@@ -1,7 +1,5 @@
 """Results are kept for a time; failures are results."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 

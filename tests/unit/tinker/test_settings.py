@@ -1,7 +1,5 @@
 """A loss may stand in for `stable_reinforce`, if the server's settings name it."""
 
-from __future__ import annotations
-
 import pytest
 
 from raylight.errors import ConfigError

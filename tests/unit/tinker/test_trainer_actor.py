@@ -1,7 +1,5 @@
 """The trainer's client: an unreachable trainer is asked again, and a dead one is dead."""
 
-from __future__ import annotations
-
 import asyncio
 import itertools
 from collections.abc import AsyncIterator, Awaitable, Callable

@@ -1,7 +1,5 @@
 """Requests of a model run in their order, and models take turns."""
 
-from __future__ import annotations
-
 import asyncio
 import gc
 from collections.abc import Awaitable, Callable

@@ -1,7 +1,5 @@
 """Agents and workflows of agent-framework in the whole capture: the agent of each call, and its spans."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import pickle

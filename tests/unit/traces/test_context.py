@@ -1,7 +1,5 @@
 """The trace of an attempt: spans from any thread, each taken once, with a count of the dropped ones."""
 
-from __future__ import annotations
-
 import contextlib
 import math
 import re

@@ -1,7 +1,5 @@
 """LangChain's handler: real chains and graphs name the agent of each of their calls."""
 
-from __future__ import annotations
-
 import asyncio
 import time
 from typing import Any, TypedDict

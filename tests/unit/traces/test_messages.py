@@ -1,7 +1,5 @@
 """Conversion of calls to conversations for fine-tuning, from spans of every supported convention."""
 
-from __future__ import annotations
-
 import itertools
 import json
 from typing import Any

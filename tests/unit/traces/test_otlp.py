@@ -1,7 +1,5 @@
 """The OTLP/HTTP endpoint: accepted and rejected bodies, and a real exporter."""
 
-from __future__ import annotations
-
 import asyncio
 import base64
 import contextlib

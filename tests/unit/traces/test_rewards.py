@@ -1,7 +1,5 @@
 """Rewards: checks of values, and reading from spans of every known format; malformed ones are ignored."""
 
-from __future__ import annotations
-
 import json
 import logging
 import math

@@ -1,7 +1,5 @@
 """Blocks that are traced by hand: their spans, their store, and what code inside them is given."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import pickle

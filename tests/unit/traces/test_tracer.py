@@ -1,7 +1,5 @@
 """Tracers: spans reach the trace of their own attempt, and tracing never fails or delays the agent."""
 
-from __future__ import annotations
-
 import asyncio
 import functools
 import gc

@@ -1,7 +1,5 @@
 """Selection of the agents to train on, by a pattern and by the rollout's marks."""
 
-from __future__ import annotations
-
 import dataclasses
 from typing import Any
 

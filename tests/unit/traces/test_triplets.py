@@ -1,7 +1,5 @@
 """Conversion of spans to triplets: one per call with its agent and reward, from every tracing library."""
 
-from __future__ import annotations
-
 import inspect
 import itertools
 import json

@@ -1,7 +1,5 @@
 """A display, and a report that writes to it."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """Checks and defaults of a server that learns."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

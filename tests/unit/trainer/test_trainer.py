@@ -1,7 +1,5 @@
 """Arguments of the Trainer: each is read or rejected before anything starts. No test here starts Ray."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

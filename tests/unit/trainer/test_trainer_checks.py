@@ -1,7 +1,5 @@
 """Errors that a Trainer raises before a run starts: arguments that nothing reads, runs that cannot work."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

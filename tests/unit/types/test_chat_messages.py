@@ -1,7 +1,5 @@
 """Reasoning and arguments of chat messages, in all forms that clients write."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Token ids by which prompts with images are compared, and rows that are cut near one."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import numpy as np

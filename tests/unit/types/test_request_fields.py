@@ -1,7 +1,5 @@
 """Classes of request fields."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

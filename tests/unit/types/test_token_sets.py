@@ -1,7 +1,5 @@
 """Token sets: their codes, joins, ranges and selections, and their bytes in a store."""
 
-from __future__ import annotations
-
 import dataclasses
 
 import numpy as np

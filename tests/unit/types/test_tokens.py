@@ -1,7 +1,5 @@
 """Arrays of generations and trajectories: dtypes, equality, copies, and the numbers that come back."""
 
-from __future__ import annotations
-
 import copy
 import pickle
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """The nouns: state tables, the invariant of a generation, spans, requests."""
 
-from __future__ import annotations
-
 import json
 import pickle
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Run folders that a stranger made: each is shown without its bad parts, and never stops others."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

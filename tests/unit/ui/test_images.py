@@ -1,7 +1,5 @@
 """Images on the pages: their files, and nothing else, with a type that no browser runs."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import AsyncIterator
 from pathlib import Path

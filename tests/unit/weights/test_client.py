@@ -1,7 +1,5 @@
 """The client mirrors a coordinator, restores it after a restart, and restarts one that hangs."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager

@@ -1,7 +1,5 @@
 """The coordinator without Ray: an order completes when all replicas have reached it; late ones are named."""
 
-from __future__ import annotations
-
 import asyncio
 import gc
 import weakref

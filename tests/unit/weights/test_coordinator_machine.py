@@ -3,8 +3,6 @@
 The clock is set by hand.
 """
 
-from __future__ import annotations
-
 import asyncio
 import itertools
 from collections.abc import Coroutine

@@ -1,7 +1,5 @@
 """A replica catches up before it serves, executes each order once, and reports the result."""
 
-from __future__ import annotations
-
 import asyncio
 import gc
 import weakref

@@ -1,7 +1,5 @@
 """Groups over gloo: all receive what the sender sends, and a lost process ends the calls of all others."""
 
-from __future__ import annotations
-
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest

@@ -1,7 +1,5 @@
 """Loads of the replicas are measured when the trainer asks for them, and only then."""
 
-from __future__ import annotations
-
 import asyncio
 import functools
 import itertools

@@ -1,7 +1,5 @@
 """Every start of a replica has a seed of its own, derived from the run's."""
 
-from __future__ import annotations
-
 from raylight.weights.coordinator import ReplicaCoordinator
 from raylight.weights.starts import SEED_BITS, SamplingStreams, derive_seed
 

@@ -1,7 +1,5 @@
 """Weight sources: names and shapes of the model's files, one layer group at a time."""
 
-from __future__ import annotations
-
 import weakref
 
 import pytest

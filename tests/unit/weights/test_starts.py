@@ -1,7 +1,5 @@
 """Starts of replicas: progress, and their turns on devices that learners share."""
 
-from __future__ import annotations
-
 import asyncio
 
 import pytest

@@ -1,7 +1,5 @@
 """Transfers: their members execute phases together, and one that is lost in any phase is left out."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager

@@ -1,7 +1,5 @@
 """The choice of a transport: it must fit engine and learners, and errors name what to do."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """The client of vLLM's ipc engine: rank 0 must meet the other ranks after every buffer, whatever fails."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 

@@ -1,7 +1,5 @@
 """APO around its search: rollouts through a store in this process, files, and rejected arguments."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """The search with random evaluations, critiques and edits, without Ray."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import math

@@ -1,7 +1,5 @@
 """The critic with any answer of an endpoint, through a real client and a real server."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 from collections.abc import AsyncIterator

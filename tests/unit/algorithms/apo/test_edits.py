@@ -1,7 +1,5 @@
 """Parsing of a model's answer, and the requests to the models."""
 
-from __future__ import annotations
-
 import pickle
 from typing import Any
 

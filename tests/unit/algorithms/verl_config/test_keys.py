@@ -1,7 +1,5 @@
 """Each key of verl's configuration changes exactly the settings that its rule names."""
 
-from __future__ import annotations
-
 import ast
 import functools
 from typing import Any

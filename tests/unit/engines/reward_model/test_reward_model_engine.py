@@ -1,7 +1,5 @@
 """Scores of a reward model: equal to plain transformers', for single and padded rows; and what is refused."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import shutil

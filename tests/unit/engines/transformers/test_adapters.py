@@ -1,7 +1,5 @@
 """LoRA adapters on the transformers engine: mixed batches, and versions that are kept while in use."""
 
-from __future__ import annotations
-
 import asyncio
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The engine's routes through the real OpenAI SDK: chat, completions, models, tokens, rejected requests."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 from typing import Any

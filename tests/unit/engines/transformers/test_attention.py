@@ -1,8 +1,6 @@
 """Architectures with sliding windows, eager attention, experts and layers that keep a state on the engine;
 others are refused."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any

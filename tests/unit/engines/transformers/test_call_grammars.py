@@ -1,7 +1,5 @@
 """Grammars of tool calls: each notation's own form is allowed, and no other name or type."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 

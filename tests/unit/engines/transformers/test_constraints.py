@@ -1,7 +1,5 @@
 """Records of constrained responses: log-probs of the policy alone, and the number of allowed tokens."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """The engine on a tiny random model samples what plain transformers computes, under any other load."""
 
-from __future__ import annotations
-
 import asyncio
 import dataclasses
 import random

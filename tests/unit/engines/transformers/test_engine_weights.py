@@ -1,7 +1,5 @@
 """Weight updates of the transformers engine, and requests in flight during them."""
 
-from __future__ import annotations
-
 import asyncio
 from typing import Any
 

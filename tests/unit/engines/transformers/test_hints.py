@@ -1,7 +1,5 @@
 """Hints of every dialect, up to the prompt that the chat template makes of them."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import anthropic

@@ -1,7 +1,5 @@
 """Isolation of requests: an error of one never reaches another of its batch."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import random

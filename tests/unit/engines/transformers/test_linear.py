@@ -1,7 +1,5 @@
 """The faster linear layers compute what torch's own compute."""
 
-from __future__ import annotations
-
 import copy
 
 import pytest

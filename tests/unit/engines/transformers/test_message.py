@@ -1,7 +1,5 @@
 """Parsing of reasoning, content and tool calls from text, split at any position."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Many weight updates of the transformers engine with more requests than it has slots."""
 
-from __future__ import annotations
-
 import random
 
 import pytest

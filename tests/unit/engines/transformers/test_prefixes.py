@@ -1,7 +1,5 @@
 """Common prefixes are computed once, and sampled from as if each sequence had been computed."""
 
-from __future__ import annotations
-
 import asyncio
 import random
 import shutil

@@ -1,7 +1,5 @@
 """Requests to sampling parameters, and the record of these."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

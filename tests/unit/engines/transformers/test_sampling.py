@@ -1,7 +1,5 @@
 """Sampling: each row has its own parameters, and log-probs of the distribution really sampled from."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Types of values that are written as text, for schemas as pydantic writes them."""
 
-from __future__ import annotations
-
 import enum
 import json
 from typing import Any, Literal, Optional

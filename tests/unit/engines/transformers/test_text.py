@@ -1,7 +1,5 @@
 """Incremental conversion of tokens to text."""
 
-from __future__ import annotations
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st

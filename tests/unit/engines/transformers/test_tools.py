@@ -1,7 +1,5 @@
 """Tool calls, reasoning and JSON schemas on the engine's chat route, through the real OpenAI SDK."""
 
-from __future__ import annotations
-
 import json
 import sys
 from typing import Any

@@ -1,7 +1,5 @@
 """Images in the transformers engine, against plain passes of the whole model."""
 
-from __future__ import annotations
-
 import asyncio
 import inspect
 import threading

@@ -1,7 +1,5 @@
 """An engine core that does not respond is noticed by its age, without waiting for it."""
 
-from __future__ import annotations
-
 import asyncio
 
 import pytest

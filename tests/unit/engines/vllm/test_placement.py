@@ -1,7 +1,5 @@
 """Resources and environment of vLLM's replicas."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Repairs of vLLM's weight updates that need no vLLM."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

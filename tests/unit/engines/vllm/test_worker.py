@@ -1,7 +1,5 @@
 """vLLM's processes end with the replica's process."""
 
-from __future__ import annotations
-
 import multiprocessing
 import os
 import signal

@@ -1,7 +1,5 @@
 """Batches from finished rollouts: excluded rollouts are counted, and an empty batch raises."""
 
-from __future__ import annotations
-
 import dataclasses
 from typing import Any
 

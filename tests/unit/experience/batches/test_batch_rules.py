@@ -1,7 +1,5 @@
 """Rules of a batch: zero-variance groups, long rows, turn rewards, baselines."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 from operator import attrgetter

@@ -1,7 +1,5 @@
 """Demonstrations: the rows have an engine's tokens, and exactly the assistant's answers are learned."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The token ledger closes for any rollouts, and shows tokens that are missing on either side."""
 
-from __future__ import annotations
-
 import dataclasses
 import random
 from dataclasses import dataclass

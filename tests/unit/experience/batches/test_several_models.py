@@ -1,7 +1,5 @@
 """Batches and ledger of a run with several models: each is compared with itself, its tokens are counted."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

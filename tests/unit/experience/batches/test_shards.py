@@ -1,7 +1,5 @@
 """Shards of a batch: each row goes to one rank for each kind of mini-batch, whole and unchanged."""
 
-from __future__ import annotations
-
 import pickle
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Token rows of supervised examples, their length limit, and the batches of the steps."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import numpy as np

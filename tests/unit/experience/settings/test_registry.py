@@ -1,7 +1,5 @@
 """Registry of estimators and losses: resolution, validation, and transport to the ranks."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import cloudpickle

@@ -1,7 +1,5 @@
 """Credit per agent: parts of rollouts with their own rewards, groups and weights, and closed counts."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Relations of calls to earlier calls, and the origins of their prompts."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 from hypothesis import given

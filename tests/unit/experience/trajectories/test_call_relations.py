@@ -1,7 +1,5 @@
 """Relations of calls to earlier calls, from their tokens and from the notes of serving."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import get_args
 

@@ -1,7 +1,5 @@
 """Conversations and pairs of recorded rollouts."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 

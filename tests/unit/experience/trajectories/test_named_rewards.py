@@ -1,7 +1,5 @@
 """Named rewards that are normalised apart (GDPO), from rollouts to a batch."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

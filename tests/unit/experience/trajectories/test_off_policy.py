@@ -1,7 +1,5 @@
 """Calls that were not sampled from the policy's own distribution: the rule, and both treatments."""
 
-from __future__ import annotations
-
 import dataclasses
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Selection of recorded rollouts by reward and group."""
 
-from __future__ import annotations
-
 import weakref
 
 import pytest

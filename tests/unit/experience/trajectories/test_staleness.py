@@ -1,7 +1,5 @@
 """Staleness of tokens: what is masked, what is counted, and the version that a group is as old as."""
 
-from __future__ import annotations
-
 import dataclasses
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Law 1: exactly the sampled tokens are trained, each response once; checked on random conversations."""
 
-from __future__ import annotations
-
 import itertools
 import math
 from dataclasses import dataclass, replace

@@ -1,7 +1,5 @@
 """Transcripts of rollouts, and reading of a run's store."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 from dataclasses import replace

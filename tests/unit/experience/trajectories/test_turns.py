@@ -1,7 +1,5 @@
 """Turns of a batch: their states, rewards and rows, and the groups in which they differ."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 from typing import Any

@@ -1,7 +1,5 @@
 """Layers that an adapter changes in mixtures of experts."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """Check of a model before training: files that are not the model's, and architectures that do not fit."""
 
-from __future__ import annotations
-
 import json
 import math
 import struct

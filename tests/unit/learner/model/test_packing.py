@@ -1,7 +1,5 @@
 """Models that cannot be packed are those with layers that keep a state, in each class of transformers."""
 
-from __future__ import annotations
-
 import pytest
 from transformers import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES

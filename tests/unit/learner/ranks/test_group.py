@@ -1,7 +1,5 @@
 """Placement of ranks on nodes."""
 
-from __future__ import annotations
-
 import pytest
 
 from raylight.config import LearnerConfig

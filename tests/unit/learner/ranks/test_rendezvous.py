@@ -1,7 +1,5 @@
 """Network interfaces of the learner ranks' collectives."""
 
-from __future__ import annotations
-
 import importlib.util
 import os
 import socket

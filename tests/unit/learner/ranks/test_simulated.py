@@ -1,7 +1,5 @@
 """The simulated learner: time passes, versions count and reach the engines, and a run resumes."""
 
-from __future__ import annotations
-
 import asyncio
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Penalties and truncation in a learner's log-probs equal a hand-written reference, and so do gradients."""
 
-from __future__ import annotations
-
 import itertools
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Holds: an attempt whose calls are answered before the store has them cannot succeed without them."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager

@@ -3,8 +3,6 @@
 Nothing is sampled for a client that has disconnected.
 """
 
-from __future__ import annotations
-
 import asyncio
 import json
 from itertools import pairwise

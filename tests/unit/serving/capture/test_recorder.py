@@ -1,7 +1,5 @@
 """The recorder: nothing is lost or sent twice, order holds, and capacity is bounded."""
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import tracemalloc

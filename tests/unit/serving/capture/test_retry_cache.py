@@ -1,7 +1,5 @@
 """Retries of SDKs: what was sampled already is answered again, and is recorded once."""
 
-from __future__ import annotations
-
 import asyncio
 from types import ModuleType
 from typing import Any

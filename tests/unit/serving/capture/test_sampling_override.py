@@ -1,7 +1,5 @@
 """`override`: calls of training rollouts are sampled from the policy's own distribution."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

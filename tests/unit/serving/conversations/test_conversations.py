@@ -1,7 +1,5 @@
 """A conversation's past tokens stay as sampled, whatever the template and the agent do to its messages."""
 
-from __future__ import annotations
-
 import logging
 from sys import getsizeof
 from typing import Any

@@ -1,7 +1,5 @@
 """Kinds and places of requests that leave their conversations."""
 
-from __future__ import annotations
-
 import logging
 from typing import Any
 

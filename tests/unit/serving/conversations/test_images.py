@@ -1,7 +1,5 @@
 """Conversations with images, in earlier turns and in new ones: token-true, and compared by the images."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

@@ -1,7 +1,5 @@
 """New turns are rendered exactly as in the whole conversation, or rejected."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

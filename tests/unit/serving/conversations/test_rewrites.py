@@ -1,7 +1,5 @@
 """Agents that send a conversation back in other words continue it in tokens, where the tokens allow it."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from typing import Any

@@ -1,7 +1,5 @@
 """Engines that fit the cluster's nodes, and those that do not."""
 
-from __future__ import annotations
-
 import pytest
 
 from raylight.config import EngineConfig

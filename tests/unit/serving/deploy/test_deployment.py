@@ -1,7 +1,5 @@
 """Deployment beside other drivers of a cluster: what is shared, and who shuts Serve down."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 from collections.abc import Iterator

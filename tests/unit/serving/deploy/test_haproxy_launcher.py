@@ -1,7 +1,5 @@
 """HAProxy behind its launcher: the real HAProxy with the configuration that Serve renders."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import re

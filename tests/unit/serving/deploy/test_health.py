@@ -1,7 +1,5 @@
 """Availability of a served model from probes, some of them late or refused."""
 
-from __future__ import annotations
-
 from typing import get_args
 
 from hypothesis import given

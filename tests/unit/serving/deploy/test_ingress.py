@@ -1,7 +1,5 @@
 """Start of Serve: attempts, deadlines and errors."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """The ingress's machine: ports, the lock of the machine, and the launcher."""
 
-from __future__ import annotations
-
 import socket
 import threading
 from pathlib import Path

@@ -1,7 +1,5 @@
 """What ended runs left on a machine: found and removed; what is alive is left alone."""
 
-from __future__ import annotations
-
 import os
 import socket
 import subprocess

@@ -1,7 +1,5 @@
 """The monitor of a served model: its probes, its reports to the store, and its deadline."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import socket

@@ -1,7 +1,5 @@
 """Answers as bytes, with their events and errors (`raylight/http`), turns and blocks."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 

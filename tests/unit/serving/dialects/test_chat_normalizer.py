@@ -1,7 +1,5 @@
 """Normal form of chat requests."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 

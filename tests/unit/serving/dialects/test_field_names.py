@@ -1,7 +1,5 @@
 """Names of fields in errors, translated back to the agent's request."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import anthropic

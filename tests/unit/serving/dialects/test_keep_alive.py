@@ -1,7 +1,5 @@
 """Signs of life in silent streams, in each dialect and through the SDKs."""
 
-from __future__ import annotations
-
 import asyncio
 
 import pytest

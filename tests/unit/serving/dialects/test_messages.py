@@ -1,7 +1,5 @@
 """Anthropic's messages dialect through the real SDK, in front of a chat application."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """Tools of messages that a provider runs, and those that are loaded when a search has found them."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import anthropic

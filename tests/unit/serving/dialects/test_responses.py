@@ -1,7 +1,5 @@
 """OpenAI's responses dialect through the real SDK, in front of a chat application."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import openai

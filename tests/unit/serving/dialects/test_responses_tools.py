@@ -1,7 +1,5 @@
 """Tools of responses that are no functions: custom ones, namespaces, and those that a provider runs."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 from typing import Any

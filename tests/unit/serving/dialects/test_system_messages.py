@@ -1,7 +1,5 @@
 """System messages later than first, with the real chat templates of TRL's package."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

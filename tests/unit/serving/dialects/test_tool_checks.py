@@ -1,7 +1,5 @@
 """Checks of the schemas in a chat request."""
 
-from __future__ import annotations
-
 import threading
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Images of tools' results that move to the user's next message: none is lost, and errors find them."""
 
-from __future__ import annotations
-
 import itertools
 import re
 from typing import Any

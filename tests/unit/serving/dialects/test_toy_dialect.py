@@ -1,7 +1,5 @@
 """A new dialect is one class in one file and one line in the registry; the whole gateway then serves it."""
 
-from __future__ import annotations
-
 import inspect
 import json
 from typing import Any

@@ -1,7 +1,5 @@
 """The translation middleware, called directly."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 from typing import Any

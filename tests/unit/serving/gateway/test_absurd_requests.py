@@ -3,8 +3,6 @@
 Each is answered in time, as an error of the client, in the shape of its dialect.
 """
 
-from __future__ import annotations
-
 import asyncio
 import json
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Unmodified agents of Anthropic's API, through the gateway with the transformers engine and a store."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import anthropic

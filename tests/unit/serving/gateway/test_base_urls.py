@@ -1,7 +1,5 @@
 """Every way in which people write a base URL reaches the route; any other path is told the routes."""
 
-from __future__ import annotations
-
 import openai
 import pytest
 from dialect_helpers import Say

@@ -1,8 +1,6 @@
 """Calls of a rollout with budgets, through all layers and with the store: limited, then rejected in the
 dialect's own shape."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager

@@ -1,7 +1,5 @@
 """Every client raises its own class for every error, streamed or not, and retries those that pass."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Errors of inner layers are sent in the shape of the dialect, whatever their own."""
 
-from __future__ import annotations
-
 import json
 import logging
 from typing import Any

@@ -1,7 +1,5 @@
 """Gateway: keys, routes, and the requests that inner layers receive."""
 
-from __future__ import annotations
-
 import asyncio
 
 import httpx

@@ -1,7 +1,5 @@
 """All layers together, called by the real SDKs."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 from typing import Any

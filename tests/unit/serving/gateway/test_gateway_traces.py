@@ -1,7 +1,5 @@
 """Spans from other processes, sent to an attempt's address with its key, or with the run's secret."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Metrics of a replica."""
 
-from __future__ import annotations
-
 import asyncio
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Any model name from an attempt: answered by the served model, echoed, and recorded as an auxiliary call."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Agents that rewrite their history, through the whole gateway with the transformers engine and a store."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

@@ -1,7 +1,5 @@
 """Attempts in paths: any id and any agent name works, and a key is valid for its attempt alone."""
 
-from __future__ import annotations
-
 import asyncio
 from typing import Any
 from urllib.parse import quote, unquote

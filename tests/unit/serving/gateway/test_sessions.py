@@ -1,7 +1,5 @@
 """Sessions over HTTP, on a real store and the whole application of a replica."""
 
-from __future__ import annotations
-
 import asyncio
 import math
 from collections.abc import AsyncIterator

@@ -1,7 +1,5 @@
 """The last message of each client: found again, and dropped once many others came later."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Iterator
 

@@ -1,7 +1,5 @@
 """Attempts of the store: how they begin and end, and how the latest one decides its rollout."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

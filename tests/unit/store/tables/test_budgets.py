@@ -1,7 +1,5 @@
 """Budgets in the store: what an attempt has used, and the mark of a truncated one."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The store's file: what it refuses, what it survives."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import os

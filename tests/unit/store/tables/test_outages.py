@@ -1,7 +1,5 @@
 """Outages of serving in the store: what waits, what is lost, and what is charged."""
 
-from __future__ import annotations
-
 import asyncio
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Spans in the store: kept once, in order, and only if they can be read back."""
 
-from __future__ import annotations
-
 import asyncio
 import math
 from typing import Any

@@ -1,7 +1,5 @@
 """Rollouts of the store: enqueued once, given out oldest first, changed by the tables."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

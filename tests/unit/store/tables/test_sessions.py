@@ -1,7 +1,5 @@
 """Sessions: attempts of agents outside the run, at places that the run offers."""
 
-from __future__ import annotations
-
 import asyncio
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Groups of training steps in the store."""
 
-from __future__ import annotations
-
 import errno
 import os
 from pathlib import Path

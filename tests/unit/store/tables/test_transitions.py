@@ -1,7 +1,5 @@
 """Delays after losses to the infrastructure."""
 
-from __future__ import annotations
-
 from hypothesis import given
 from hypothesis import strategies as st
 

@@ -1,7 +1,5 @@
 """The engine `auto` is the one that the GPU nodes have."""
 
-from __future__ import annotations
-
 import contextlib
 from pathlib import Path
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """Defaults that follow the hardware: what each cluster gets, and that explicit settings win."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

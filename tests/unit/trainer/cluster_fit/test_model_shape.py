@@ -1,7 +1,5 @@
 """Sizes of models of architectures whose configurations differ from the usual one."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

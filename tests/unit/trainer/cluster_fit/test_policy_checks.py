@@ -1,7 +1,5 @@
 """Checks and defaults of a run that trains: the transport of weights, limits, and the trained agents."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from pathlib import Path

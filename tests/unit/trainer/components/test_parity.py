@@ -1,7 +1,5 @@
 """Parity of engines and learner, and the detection of stale engines."""
 
-from __future__ import annotations
-
 import json
 import math
 import random

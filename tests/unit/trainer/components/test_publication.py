@@ -1,7 +1,5 @@
 """Publications beside updates, and replicas that join, which receive the weights as soon as possible."""
 
-from __future__ import annotations
-
 import asyncio
 from typing import Any
 

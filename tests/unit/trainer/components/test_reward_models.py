@@ -1,7 +1,5 @@
 """The reward models of a run: their settings, requests to their replicas, and long conversations."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import shutil

@@ -1,7 +1,5 @@
 """A run watches its components, and stops what it started."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 from collections.abc import Awaitable, Callable, Coroutine

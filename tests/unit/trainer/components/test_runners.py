@@ -1,7 +1,5 @@
 """The runners of a run, and the hosts that they call without a proxy."""
 
-from __future__ import annotations
-
 import pytest
 
 from raylight.config import EngineConfig

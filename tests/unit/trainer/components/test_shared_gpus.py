@@ -1,7 +1,5 @@
 """Order of events where learners and engines are on the same GPUs. Only the device's calls are faked."""
 
-from __future__ import annotations
-
 import asyncio
 from types import SimpleNamespace
 from typing import Any, cast

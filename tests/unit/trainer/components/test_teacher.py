@@ -1,7 +1,5 @@
 """The teacher of a distillation: requests to its replicas, its settings, and checks of its model."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import shutil

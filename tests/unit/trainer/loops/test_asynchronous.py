@@ -1,7 +1,5 @@
 """The training loop while rollouts, updates and publications overlap, killed at any moment."""
 
-from __future__ import annotations
-
 import asyncio
 import itertools
 import random

@@ -1,7 +1,5 @@
 """Outcome of a step: its metrics, and whether it gives anything to learn from."""
 
-from __future__ import annotations
-
 import pytest
 from unit_helpers import make_finished
 

@@ -1,7 +1,5 @@
 """Evaluation without a cluster: metrics, the best model, early stopping, and the state of the Evaluator."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import math

@@ -1,7 +1,5 @@
 """Grades of groups: stored once with their attempts, and read like the agent's own rewards."""
 
-from __future__ import annotations
-
 import asyncio
 import threading
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The training loop with rollouts that fail, hang, come back, are cancelled and record calls late."""
 
-from __future__ import annotations
-
 import asyncio
 import random
 from collections import Counter

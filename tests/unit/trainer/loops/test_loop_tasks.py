@@ -1,7 +1,5 @@
 """Group rewards, mixtures and curricula in the training loop, with drivers that die at any moment."""
 
-from __future__ import annotations
-
 import asyncio
 from collections import Counter
 from pathlib import Path

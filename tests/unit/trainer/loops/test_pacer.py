@@ -1,7 +1,5 @@
 """The bound of staleness, and progress, in a simulation of dispatch, training and publication."""
 
-from __future__ import annotations
-
 import bisect
 import math
 import random

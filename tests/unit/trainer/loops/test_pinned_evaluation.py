@@ -1,7 +1,5 @@
 """Evaluations beside training: each is of one version, although others are published meanwhile."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import random

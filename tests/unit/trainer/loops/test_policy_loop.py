@@ -1,7 +1,5 @@
 """The training loop on a real store, with fake learners and engines, killed at any moment."""
 
-from __future__ import annotations
-
 import asyncio
 import shutil
 from collections import Counter

@@ -1,7 +1,5 @@
 """Self-play in the training loop: the opponents of every step, also after kills of driver and learners."""
 
-from __future__ import annotations
-
 import asyncio
 from pathlib import Path
 from typing import Any

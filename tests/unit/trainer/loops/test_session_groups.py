@@ -1,8 +1,6 @@
 """Training on sessions of agents outside the run, some of which fail, leave, or answer late, while the driver
 is killed."""
 
-from __future__ import annotations
-
 import asyncio
 import itertools
 import random

@@ -1,7 +1,5 @@
 """Examples of supervised training from files and lists, and bad ones."""
 
-from __future__ import annotations
-
 import json
 import shutil
 

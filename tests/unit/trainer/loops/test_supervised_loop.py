@@ -1,7 +1,5 @@
 """The loop of supervised training with learners that only record what they are asked for."""
 
-from __future__ import annotations
-
 import itertools
 import json
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """Numbers of the groups that training steps took."""
 
-from __future__ import annotations
-
 import itertools
 
 from hypothesis import given

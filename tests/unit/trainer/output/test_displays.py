@@ -1,7 +1,5 @@
 """Displays of a run: plain, silent, live and in a notebook, and the tables at its end."""
 
-from __future__ import annotations
-
 import io
 import math
 from typing import Any

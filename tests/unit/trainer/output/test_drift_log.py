@@ -1,7 +1,5 @@
 """The first case, and the summary, of calls that left their conversations."""
 
-from __future__ import annotations
-
 from collections import Counter
 
 from unit_helpers import make_key

@@ -1,7 +1,5 @@
 """Evaluations compared by their files."""
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path

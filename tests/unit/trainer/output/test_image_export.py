@@ -1,7 +1,5 @@
 """Images in exports and transcripts of a run."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Metric loggers: names, construction, failures, and a new logger that receives a whole run."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import json

@@ -1,7 +1,5 @@
 """The files of a run directory."""
 
-from __future__ import annotations
-
 import json
 import tracemalloc
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Export of a run's rollouts as training data, and its way back into SFT and DPO."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import shutil

@@ -1,7 +1,5 @@
 """Trackers: their thread, their losses, and what reaches them of a run."""
 
-from __future__ import annotations
-
 import asyncio
 import importlib.util
 import math

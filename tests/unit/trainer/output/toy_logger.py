@@ -1,7 +1,5 @@
 """A metric logger that records its calls: everything that a new tracker needs."""
 
-from __future__ import annotations
-
 from typing import Any, ClassVar
 
 

@@ -1,7 +1,5 @@
 """Run a coroutine from synchronous code, and end it in order on Ctrl-C and SIGTERM."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import signal

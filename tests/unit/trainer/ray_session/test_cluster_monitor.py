@@ -1,7 +1,5 @@
 """The end of Ray's processes is noticed at once, and ends the work that depends on them."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import errno

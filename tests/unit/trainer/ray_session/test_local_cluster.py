@@ -1,7 +1,5 @@
 """Start of a local cluster: its settings, and typed errors for what Ray raises."""
 
-from __future__ import annotations
-
 import mmap
 import os
 import signal

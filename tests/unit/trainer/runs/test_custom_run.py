@@ -1,7 +1,5 @@
 """Runs of an algorithm with its own loop, and the way of an update to the learners."""
 
-from __future__ import annotations
-
 import contextlib
 import sys
 import threading

@@ -1,7 +1,5 @@
 """Evaluation runs without a cluster: inputs, written files, and the absence of learners."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Roles of a process, and what of them is refused before anything starts."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 from typing import Any

@@ -1,7 +1,5 @@
 """Datasets and models, as a Trainer checks them."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

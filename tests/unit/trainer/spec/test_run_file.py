@@ -1,7 +1,5 @@
 """Run files: schema, errors with the nearest names, and the config.yaml of a run as a run file."""
 
-from __future__ import annotations
-
 import itertools
 import re
 import sys

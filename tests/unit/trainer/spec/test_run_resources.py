@@ -1,7 +1,5 @@
 """Resources of runs: merged, and with the trained model among them."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """The configuration of a run, as it is written down."""
 
-from __future__ import annotations
-
 import yaml
 from run_settings import make_settings, policy_settings
 
