@@ -320,30 +320,6 @@ def test_the_current_span_of_opentelemetry_is_the_parent(trace: AttemptTrace) ->
     assert trace.spans[0].trace_id == otel.format_trace_id(context.trace_id)
 
 
-async def test_attempts_interleaved_on_one_loop_never_mix() -> None:
-    async def agent(number: int) -> AttemptTrace:
-        with tracing(AttemptTrace(f"ro-{number}", "at-1")) as trace:
-            for _ in range(5):
-                emit_reward(float(number))
-                await asyncio.gather(
-                    asyncio.sleep(0), step(number), asyncio.to_thread(emit_message, str(number))
-                )
-        return trace
-
-    async def step(number: int) -> None:
-        await asyncio.sleep(0)
-        emit_object(number)
-
-    for number, trace in enumerate(await asyncio.gather(*(agent(n) for n in range(20)))):
-        assert len(trace.spans) == 15
-        assert {span.rollout_id for span in trace.spans} == {f"ro-{number}"}
-        assert {get_object_value(span) for span in trace.spans if span.name == semconv.OBJECT} == {number}
-        assert {get_message_value(span) for span in trace.spans if span.name == semconv.MESSAGE} == {
-            str(number)
-        }
-        assert find_final_reward(trace.spans) == number
-
-
 def test_threads_emit_to_the_attempt_whose_context_they_have() -> None:
     traces = [AttemptTrace(f"ro-{number}", "at-1") for number in range(4)]
     together = threading.Barrier(4)

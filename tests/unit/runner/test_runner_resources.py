@@ -8,8 +8,6 @@ from typing import Any
 import pytest
 from unit_helpers import enqueue, run_all, serving
 
-from raylight.agent.attempt_keys import key_use
-from raylight.agent.decorators import rollout as decorate
 from raylight.agent.resources import LLM
 from raylight.runner import runner as module
 from raylight.store.client import StoreClient
@@ -131,25 +129,3 @@ async def test_a_parameter_that_nothing_fills_fails_the_rollout_by_name(store: S
     (decided,) = await run_all(store, [1], lambda task, tabel: 1.0)
     assert decided.attempt.failure.kind == "agent"
     assert "needs 'tabel'" in decided.attempt.failure.error
-
-
-async def test_several_models_are_scoped_each_in_its_way(store: StoreClient) -> None:
-    given: list[Any] = []
-
-    @decorate(planner=LLM(name="declared"))
-    async def agent(task: int, planner: LLM, judge: LLM, rollout: Rollout) -> None:
-        given.append((planner, judge, rollout))
-
-    served = {
-        "planner": LLM(endpoint="http://engine", model="policy", traced=True),
-        "judge": LLM(endpoint="http://j/v1", model="j"),
-    }
-    await store.add_resources({**agent.declared_resources, **served})
-    await run_all(store, range(4), agent)
-    assert len(given) == 4
-    for planner, judge, rollout in given:
-        ids = (rollout.rollout_id, rollout.attempt.attempt_id)
-        assert planner.endpoint == f"http://engine/rollout/{ids[0]}/attempt/{ids[1]}/v1"
-        assert key_use(planner.api_key, "secret", *ids)
-        assert judge == served["judge"]
-    assert len({planner.api_key for planner, _, _ in given}) == 4

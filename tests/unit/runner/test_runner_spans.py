@@ -423,13 +423,3 @@ async def test_a_note_that_cannot_travel_is_the_agents_failure_and_harms_no_othe
     assert [rollout.status for rollout in decided] == ["succeeded", "failed", "succeeded"]
     assert (decided[1].attempt.failure.kind, decided[1].metadata) == ("agent", {})
     assert "cannot be stored" in decided[1].attempt.failure.error
-
-
-async def test_a_reward_in_the_metadata_of_the_returned_rollout_counts(store: StoreClient) -> None:
-    def agent(task: int, rollout: Rollout) -> Rollout:
-        rollout.metadata["reward"] = {"main": 0.25, "style": 1.0}
-        return rollout
-
-    (decided,) = await run_all(store, [1], agent)
-    (found,) = await store.collect([decided.rollout_id])
-    assert (found.reward, decided.metadata) == (0.25, {"reward": {"main": 0.25, "style": 1.0}})

@@ -171,25 +171,6 @@ async def test_a_batch_mixes_free_answers_and_held_ones(make_engine: MakeEngine)
     assert all(json.loads(a.choices[0].message.content) for a in answers[:3])
 
 
-@pytest.mark.parametrize(
-    "choice", ["required", {"type": "function", "function": {"name": "sub"}}], ids=["required", "named"]
-)
-async def test_a_call_can_be_required(make_engine: MakeEngine, choice: Any) -> None:
-    engine = make_caller(make_engine)
-    how = {
-        "tools": [ADD, SUB],
-        "tool_choice": choice,
-        "max_tokens": 900,
-        "parallel_tool_calls": False,
-        "seed": 1,
-    }
-    answer = (await ask(engine, **how)).choices[0]
-    (call,) = answer.message.tool_calls
-    assert answer.finish_reason == "tool_calls"
-    assert call.function.name in (("add", "sub") if choice == "required" else ("sub",))
-    assert json.loads(call.function.arguments)["a"] in (1, 2)
-
-
 async def test_strict_tools_are_held_to_their_schema(make_engine: MakeEngine) -> None:
     strict = {"type": "function", "function": {**ADD["function"], "strict": True}}
     engine = make_caller(make_engine)

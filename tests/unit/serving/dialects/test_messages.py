@@ -1,7 +1,6 @@
 """Anthropic's messages dialect through the real SDK, in front of a chat application."""
 
 import hashlib
-import json
 from types import SimpleNamespace
 from typing import Any
 
@@ -19,7 +18,6 @@ from dialect_helpers import (
     call,
     translated,
 )
-from scripted_models import listening
 from template_helpers import says, user
 
 from raylight.images.messages import recorded_url
@@ -382,20 +380,6 @@ async def test_an_aborted_answer_is_an_error_that_may_be_tried_again() -> None:
     with pytest.raises(anthropic.InternalServerError, match=r"is incomplete.*abort") as refused:
         await ask(Say("hel", finish="abort"))
     assert refused.value.status_code == 503
-
-
-def test_the_synchronous_sdk_over_a_socket() -> None:
-    _, app = translated(Say("hello"), Say(calls=[call("t1", '{"city": "Bern"}')]))
-    with (
-        listening(app) as address,
-        anthropic.Anthropic(api_key="key", base_url=address, max_retries=0) as client,
-    ):
-        assert client.messages.create(**ASK).content[0].text == "hello"
-        with client.messages.stream(**ASK, tools=[TOOL]) as stream:
-            pieces = [event.partial_json for event in stream if event.type == "input_json"]
-            assert (
-                json.loads("".join(pieces)) == stream.get_final_message().content[0].input == {"city": "Bern"}
-            )
 
 
 @pytest.mark.parametrize(

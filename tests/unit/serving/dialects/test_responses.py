@@ -17,7 +17,6 @@ from dialect_helpers import (
     translated,
 )
 from openai.types.responses import Response, ResponseStreamEvent
-from scripted_models import listening
 from starlette.types import ASGIApp, Receive, Send
 from starlette.types import Scope as AsgiScope
 from template_helpers import result, says, user
@@ -420,16 +419,3 @@ async def test_parsing_into_a_model() -> None:
     answer = await openai_client(app).responses.parse(**ASK, text_format=City)
     assert answer.output_parsed == City(city="Bern")
     assert fake.asked[0]["response_format"]["json_schema"]["name"] == "City"
-
-
-def test_the_synchronous_sdk_over_a_socket() -> None:
-    _, app = translated(Say("hello"), Say("hello"))
-    with (
-        listening(app) as address,
-        openai.OpenAI(api_key="key", base_url=f"{address}/v1", max_retries=0) as client,
-    ):
-        assert client.responses.create(**ASK).output_text == "hello"
-        with client.responses.stream(**ASK) as stream:
-            pieces = [event.delta for event in stream if event.type == "response.output_text.delta"]
-            assert "".join(pieces) == "hello"
-            assert stream.get_final_response().output_text == "hello"
