@@ -1,7 +1,5 @@
 """Changes of modules, classes and process states that are not raylight's: docs/architecture.md lists all."""
 
-from __future__ import annotations
-
 import ast
 import json
 import re

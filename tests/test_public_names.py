@@ -1,7 +1,5 @@
 """Public names: tables give `__all__`, lazy loading, the public packages, old names, and the stubs."""
 
-from __future__ import annotations
-
 import importlib
 import runpy
 import sys

@@ -1,7 +1,5 @@
 """Conversation of a test: calls in one dialect for a separate attempt, and their records."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 from collections.abc import Iterator

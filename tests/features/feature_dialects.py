@@ -1,7 +1,5 @@
 """Clients of the dialects through their SDKs, with a common form of requests and answers."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 

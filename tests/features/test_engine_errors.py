@@ -1,7 +1,5 @@
 """Errors of every engine, as every SDK raises them, streamed or not."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Iterator
 from typing import Any

@@ -3,8 +3,6 @@
 The model is random, so tests assert the form of an answer only if the engine enforces it.
 """
 
-from __future__ import annotations
-
 import functools
 import json
 from collections.abc import Callable

@@ -3,8 +3,6 @@
 The long texts in `framework_requests.jsonl` are cut.
 """
 
-from __future__ import annotations
-
 import asyncio
 import itertools
 import json

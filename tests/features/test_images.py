@@ -1,7 +1,5 @@
 """Images of SDKs and frameworks, unmodified, through the gateway and the transformers engine to the store."""
 
-from __future__ import annotations
-
 import base64
 import contextlib
 import json

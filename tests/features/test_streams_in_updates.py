@@ -1,7 +1,5 @@
 """Streams of requests that wait while an engine's weights change, in each dialect and on each engine."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any

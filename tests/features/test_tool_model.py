@@ -1,7 +1,5 @@
 """The packaged model for tool agents: it calls tools through the gateway, in each dialect with tools."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from typing import Any

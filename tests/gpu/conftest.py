@@ -9,8 +9,6 @@ Each case of a test has a shape and a device. Those on a GPU have the mark `gpu`
 The case `tiny` runs the same code on a CPU, among the slow tests.
 """
 
-from __future__ import annotations
-
 import functools
 import json
 import os

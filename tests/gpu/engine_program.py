@@ -3,8 +3,6 @@
 python engine_program.py '{"model": FOLDER, "device": "cuda", "shape": "0.5B", "kind": "vllm", "dtype": ...}'
 """
 
-from __future__ import annotations
-
 import asyncio
 import json
 import os

@@ -1,7 +1,5 @@
 """Shapes of models with random weights, and what a device can compute at most. Nothing is downloaded."""
 
-from __future__ import annotations
-
 import shutil
 from dataclasses import dataclass
 from pathlib import Path

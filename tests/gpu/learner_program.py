@@ -3,8 +3,6 @@
 python learner_program.py '{"model": FOLDER, "device": "cuda", "shape": "0.5B", "configs": {NAME: {...}}}'
 """
 
-from __future__ import annotations
-
 import gc
 import json
 import resource

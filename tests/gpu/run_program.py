@@ -3,8 +3,6 @@
 python run_program.py '{"model": FOLDER, "device": "cuda", "folder": ..., "engine": {...}, "learner": {...}}'
 """
 
-from __future__ import annotations
-
 import json
 import sys
 from pathlib import Path

@@ -3,8 +3,6 @@
 python state_program.py '{"model": FOLDER, "device": "cuda", "shape": "0.5B", "configs": {NAME: {...}}}'
 """
 
-from __future__ import annotations
-
 import json
 import sys
 import time

@@ -1,7 +1,5 @@
 """The engines on a GPU: precision of sampled log-probs, speed, sleep and wake."""
 
-from __future__ import annotations
-
 import importlib.util
 from collections.abc import Callable
 from typing import Any

@@ -1,7 +1,5 @@
 """The learner on a GPU: precision, packed rows, peak memory, and the part of the device that it uses."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

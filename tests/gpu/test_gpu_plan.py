@@ -1,7 +1,5 @@
 """Peak memory of an update, against the figure that `raylight plan` computes for it."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

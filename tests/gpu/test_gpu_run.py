@@ -1,7 +1,5 @@
 """A whole run: engine and learner take turns on one GPU, or weights travel from one GPU to another."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Training states of a learner on a GPU: copied to pinned host memory, and loaded onto the device."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Peak memory of an update on a GPU: it grows with tokens by activations, and not by logits."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Each transport of weights, in a run whose engines and learners must agree after every update."""
 
-from __future__ import annotations
-
 import importlib.util
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The Tinker API and its SDK. Skipped without the SDK, unless RAYLIGHT_REQUIRE_TINKER is set."""
 
-from __future__ import annotations
-
 import importlib.util
 import os
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """A server of the Tinker API in a thread of this process: the trainer and the engine without Ray."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import socket

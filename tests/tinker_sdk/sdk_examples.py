@@ -1,7 +1,5 @@
 """Training examples of the SDK."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

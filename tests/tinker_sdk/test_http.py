@@ -1,7 +1,5 @@
 """Answers of the server that the SDK hides, or never asks for."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Iterator
 from typing import Any

@@ -6,8 +6,6 @@ asks the Hugging Face hub for. It continues from a checkpoint, as after an inter
 the format of the answer, because a small random model would never guess it.
 """
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import os

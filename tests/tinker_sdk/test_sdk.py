@@ -1,7 +1,5 @@
 """The public SDK against `raylight tinker`: training, sampling, checkpoints, tenants, errors."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 

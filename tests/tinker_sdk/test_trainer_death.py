@@ -1,7 +1,5 @@
 """A killed trainer is started again. Clients fail with the state to continue from, and go on from it."""
 
-from __future__ import annotations
-
 import time
 from pathlib import Path
 from typing import Any

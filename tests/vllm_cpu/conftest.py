@@ -3,8 +3,6 @@
 Without vLLM, the tests are skipped, or an error if RAYLIGHT_REQUIRE_VLLM=1 is in the environment.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import AsyncIterator
 from pathlib import Path

@@ -1,8 +1,6 @@
 """A teacher of two replicas of vLLM renders messages and scores random rows; prints the largest difference
 from plain transformers: python scored_rows.py"""
 
-from __future__ import annotations
-
 import asyncio
 import json
 from contextlib import AsyncExitStack

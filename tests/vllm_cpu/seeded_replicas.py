@@ -1,7 +1,5 @@
 """Serve a model by two vLLM replicas; print the first answers of each to the same prompt, as JSON."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import sys

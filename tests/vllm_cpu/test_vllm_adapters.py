@@ -1,7 +1,5 @@
 """LoRA adapters from peft in a live vLLM: several in parallel, and each version is immutable."""
 
-from __future__ import annotations
-
 import asyncio
 import contextvars
 import json

@@ -1,7 +1,5 @@
 """All arguments pass through to vLLM, and mistakes are reported before the start."""
 
-from __future__ import annotations
-
 import dataclasses
 import subprocess
 import sys

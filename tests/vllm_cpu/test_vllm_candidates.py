@@ -1,7 +1,5 @@
 """Tokens that could have been sampled in vLLM: with them, plain transformers computes the same log-probs."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import AsyncIterator
 from typing import Any

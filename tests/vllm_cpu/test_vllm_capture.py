@@ -1,7 +1,5 @@
 """Capture of requests to vLLM's own application."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 

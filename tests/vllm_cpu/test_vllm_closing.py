@@ -1,7 +1,5 @@
 """The shared engine after a failed load. These tests run last (see conftest.py)."""
 
-from __future__ import annotations
-
 import asyncio
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Records of constrained answers in vLLM: log-probs of the policy alone, and counts of allowed tokens."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import re

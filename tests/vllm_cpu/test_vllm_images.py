@@ -1,7 +1,5 @@
 """Images in vLLM: places, log-probs, conversations in tokens, and weights, against plain transformers."""
 
-from __future__ import annotations
-
 from collections.abc import AsyncIterator
 from typing import Any
 

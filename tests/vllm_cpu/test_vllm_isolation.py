@@ -1,7 +1,5 @@
 """Isolation of requests in vLLM: no request harms another of its batch, or the engine's process."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import random

@@ -1,7 +1,5 @@
 """Mixtures of experts in vLLM: a source's names are loaded, and experts are repacked after updates."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Many weight updates of vLLM with more requests than it has slots."""
 
-from __future__ import annotations
-
 import random
 from typing import Any
 

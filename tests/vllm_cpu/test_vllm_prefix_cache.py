@@ -1,7 +1,5 @@
 """Cached keys and values of old weights are never used again after a weight update in a live vLLM."""
 
-from __future__ import annotations
-
 import asyncio
 from typing import Any
 

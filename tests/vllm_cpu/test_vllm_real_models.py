@@ -1,8 +1,6 @@
 """Pretrained models: vLLM, the transformers engine and the learner agree, before and after an update of all
 weights or of an adapter, which peft loads too."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

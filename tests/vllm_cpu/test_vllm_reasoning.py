@@ -1,7 +1,5 @@
 """Reasoning before an answer that is held to a schema, with vLLM's parser of reasoning."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Routes that vLLM records for router replay: those of one pass of plain transformers."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import AsyncIterator
 from typing import Any

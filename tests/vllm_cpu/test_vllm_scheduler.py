@@ -1,7 +1,5 @@
 """Log-probs of recorded requests leave vLLM's scheduler as numbers, those for a client as arrays."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 

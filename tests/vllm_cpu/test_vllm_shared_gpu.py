@@ -1,7 +1,5 @@
 """Learner and vLLM share a GPU that Ray only counts: what a run on one GPU places, starts and publishes."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -3,8 +3,6 @@
 vLLM's CPU build computes its linear attention in bfloat16 only, with heads of 128.
 """
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

@@ -3,8 +3,6 @@
 Skipped without the SDK, unless RAYLIGHT_REQUIRE_TINKER is set.
 """
 
-from __future__ import annotations
-
 import importlib.util
 import os
 from pathlib import Path

@@ -1,7 +1,5 @@
 """vLLM with tensor parallelism on a node of its own, which is lost and replaced while the run learns."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

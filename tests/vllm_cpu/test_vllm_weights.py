@@ -1,7 +1,5 @@
 """Weight updates in a live vLLM: tokens have the version that sampled them, and no old weights remain."""
 
-from __future__ import annotations
-
 import asyncio
 from typing import Any
 

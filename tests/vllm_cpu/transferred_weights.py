@@ -4,8 +4,6 @@ Prints, as JSON, the largest difference of the replicas' log-probs from transfor
 of three versions.
 """
 
-from __future__ import annotations
-
 import asyncio
 import json
 import sys

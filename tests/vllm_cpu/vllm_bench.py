@@ -1,7 +1,5 @@
 """Test bench of a vLLM engine on a CPU: its application, clients, and the capture contexts of requests."""
 
-from __future__ import annotations
-
 import contextlib
 import itertools
 from argparse import Namespace

@@ -1,7 +1,5 @@
 """Helpers for the tests of vLLM."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import uuid

@@ -1,7 +1,5 @@
 """The state of a server: idle models whose adapters are lost make room."""
 
-from __future__ import annotations
-
 import asyncio
 from pathlib import Path
 from typing import Any, cast

@@ -1,7 +1,5 @@
 """A session lives as long as its heartbeats come."""
 
-from __future__ import annotations
-
 import asyncio
 
 import pytest

@@ -1,7 +1,5 @@
 """Messages of the SDK, whole and broken."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np
