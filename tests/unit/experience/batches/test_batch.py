@@ -23,46 +23,29 @@ def build(
     return build_batch(finished, BatchRules(rewards=RewardRules(failure_reward), **rules))
 
 
-def test_a_failed_rollout_is_left_out_and_counted() -> None:
-    batch, report = build([make_finished(1.0), make_finished(failure=AGENT)], None)
-    assert batch.rewards == [1.0]
-    assert (report.trained, report.failed, report.unscored, report.empty) == (1, 1, 0, 0)
+FAILED = {
+    kind: make_finished(failure=Failure(kind=kind, error="E: e")) for kind in ("agent", "reward", "timeout")
+}
+LOST_ROLLOUT = make_finished(failure=LOST)
+LEFT_OUT: dict[str, tuple[FinishedRollout, float | None, list[float], tuple[int, int, int, int]]] = {
+    "failed agent": (FAILED["agent"], None, [], (1, 1, 0, 0)),
+    **{f"{kind}, with a reward": (item, -1.0, [-1.0], (2, 0, 0, 0)) for kind, item in FAILED.items()},
+    "failed agent, with a reward of 0": (FAILED["agent"], 0.0, [0.0], (2, 0, 0, 0)),
+    **{f"infrastructure, {value}": (LOST_ROLLOUT, value, [], (1, 1, 0, 0)) for value in (None, 0.0, -1.0)},
+    "cancelled": (make_finished(status="cancelled"), 0.0, [], (1, 1, 0, 0)),
+    "no reward, which is not 0": (make_finished(None), 0.0, [], (1, 0, 1, 0)),
+    "no calls": (make_finished(0.0, calls=0), None, [], (1, 0, 0, 1)),
+}
+"""Rollout, failure reward, reward in a batch, and the counts: trained, failed, unscored, empty."""
 
 
-@pytest.mark.parametrize("kind", ["agent", "reward", "timeout"])
-def test_a_failed_agent_gets_the_failure_reward(kind: str) -> None:
-    batch, report = build([make_finished(1.0), make_finished(failure=Failure(kind=kind, error="E: e"))], -1.0)
-    assert batch.rewards == [1.0, -1.0]
-    assert report.trained == 2
-
-
-@pytest.mark.parametrize("failure_reward", [None, 0.0, -1.0])
-def test_an_infrastructure_failure_is_never_trained(failure_reward: float | None) -> None:
-    batch, report = build([make_finished(1.0), make_finished(failure=LOST)], failure_reward)
-    assert batch.rewards == [1.0]
-    assert report.failed == 1
-
-
-def test_a_cancelled_rollout_is_never_trained() -> None:
-    batch, report = build([make_finished(1.0), make_finished(status="cancelled")], 0.0)
-    assert batch.rewards == [1.0]
-    assert report.failed == 1
-
-
-def test_a_failure_reward_of_zero_is_a_reward() -> None:
-    assert build([make_finished(failure=AGENT)], 0.0)[0].rewards == [0.0]
-
-
-def test_a_rollout_without_reward_is_unscored_not_zero() -> None:
-    batch, report = build([make_finished(1.0), make_finished(None)], 0.0)
-    assert batch.rewards == [1.0]
-    assert (report.unscored, report.failed) == (1, 0)
-
-
-def test_a_rollout_that_called_no_model_is_counted() -> None:
-    batch, report = build([make_finished(1.0), make_finished(0.0, calls=0)], None)
-    assert batch.rewards == [1.0]
-    assert report.empty == 1
+@pytest.mark.parametrize(("other", "failure_reward", "reward", "counts"), LEFT_OUT.values(), ids=LEFT_OUT)
+def test_what_a_batch_leaves_out_is_counted(
+    other: FinishedRollout, failure_reward: float | None, reward: list[float], counts: tuple[int, ...]
+) -> None:
+    batch, report = build([make_finished(1.0), other], failure_reward)
+    assert batch.rewards == [1.0, *reward]
+    assert (report.trained, report.failed, report.unscored, report.empty) == counts
 
 
 def test_a_batch_without_calls_raises_with_advice() -> None:

@@ -38,6 +38,13 @@ def play(calls: list[str], reward: float | None, group: str = "g", **more: Any) 
     return replace(item, generations=generations, rewards={} if reward is None else {"primary": reward})
 
 
+def play_of_agents(reward: float) -> FinishedRollout:
+    """A rollout in which agent a calls the planner, and then b the coder."""
+    item = play(["planner", "coder"], reward)
+    calls = [replace(call, agent=name) for call, name in zip(item.generations, "ab", strict=True)]
+    return replace(item, generations=calls)
+
+
 def build(finished: list[FinishedRollout], **settings: Any) -> tuple[TrainBatch, BatchReport]:
     algorithm = rl.GRPO(model="m", models=MODELS, **settings)
     return build_batch(finished, algorithm.batch_rules(LearnerConfig()))
@@ -80,11 +87,7 @@ def test_a_model_whose_groups_have_equal_rewards_has_no_part() -> None:
 
 def test_turn_rewards_and_weights_of_agents_stay_with_their_models() -> None:
     algorithm = rl.GRPO(model="m", models=MODELS, credit="agent", agent_weights={"a": 2.0})
-    finished = []
-    for reward in (1.0, 0.0):
-        item = play(["planner", "coder"], reward)
-        calls = [replace(call, agent=name) for call, name in zip(item.generations, "ab", strict=True)]
-        finished.append(replace(item, generations=calls))
+    finished = [play_of_agents(reward) for reward in (1.0, 0.0)]
     batch, _ = build_batch(finished, algorithm.batch_rules(LearnerConfig()))
     assert batch.groups == ["g/a/planner", "g/b/coder"] * 2
     parts = batch.parts_of_models()
@@ -94,12 +97,10 @@ def test_turn_rewards_and_weights_of_agents_stay_with_their_models() -> None:
 
 def test_a_turn_reward_after_a_models_call_is_its_agents_alone() -> None:
     algorithm = rl.GRPO(model="m", models=MODELS, credit="agent", turn_rewards=True)
-    finished = []
-    for reward in (1.0, 0.0):
-        item = play(["planner", "coder"], reward)
-        calls = [replace(call, agent=name) for call, name in zip(item.generations, "ab", strict=True)]
-        spans = [emitted(0.25, at=2.5), emitted(reward, at=9.0)]
-        finished.append(replace(item, generations=calls, spans=spans))
+    finished = [
+        replace(play_of_agents(reward), spans=[emitted(0.25, at=2.5), emitted(reward, at=9.0)])
+        for reward in (1.0, 0.0)
+    ]
     batch, _ = build_batch(finished, algorithm.batch_rules(LearnerConfig()))
     parts = batch.parts_of_models()
     assert [turn.value for turn in parts["coder"].batch.turn_rewards] == [0.25, 0.25]
