@@ -136,12 +136,12 @@ def _mean(rows: list[tuple[float, ...]]) -> float:
     return statistics.fmean(row[0] for row in rows)
 
 
-def share(part: str, whole: str, steps: int, above: float, at_least: int = MIN_COUNT) -> Find:
+def share(part: str, whole: str, steps: int, above: float) -> Find:
     """Return a condition on the ratio of two counts over some steps."""
 
     def find(history: MetricHistory) -> tuple[float] | None:
         parts, wholes = history.sums(steps, part, whole)
-        return (parts / wholes,) if parts >= at_least and parts > above * wholes else None
+        return (parts / wholes,) if parts >= MIN_COUNT and parts > above * wholes else None
 
     return find
 

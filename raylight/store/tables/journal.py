@@ -21,9 +21,11 @@ from typing import Any
 
 from raylight._utils.disk import disk_error, disk_errors, find_disk_error
 from raylight.errors import DiskError, StoreError
-from raylight.store.tables.schema import SCHEMA, VERSION
 
 _ADD_TO_COUNTER = "INSERT INTO counts VALUES (?, ?) ON CONFLICT DO UPDATE SET value = value + excluded.value"
+SCHEMA = Path(__file__).with_name("schema.sql").read_text()
+VERSION = 8
+"""Version of the schema. A file with another version, or of another program, is refused."""
 PRAGMAS = (
     "journal_mode = WAL",
     "synchronous = NORMAL",
@@ -166,7 +168,7 @@ class Journal:
 
     def _create_tables(self) -> None:
         if self.db.execute("PRAGMA user_version").fetchone() == (0,):
-            self.db.executescript(f"BEGIN IMMEDIATE; {SCHEMA}; PRAGMA user_version = {VERSION}; COMMIT;")
+            self.db.executescript(f"BEGIN IMMEDIATE; {SCHEMA} PRAGMA user_version = {VERSION}; COMMIT;")
 
     @contextlib.contextmanager
     def transaction(self) -> Iterator[None]:

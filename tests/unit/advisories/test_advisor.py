@@ -11,7 +11,7 @@ import pytest
 
 from raylight.advisories.advisor import REPEAT_STEPS, Advisor, Advisory
 from raylight.advisories.conditions import DRIFT_REMEDIES
-from raylight.advisories.rules import DRIFT_PAGE, RULES
+from raylight.advisories.rules import RULES
 from raylight.experience.trajectories.call_relations import TOKEN_DRIFTS
 from raylight.types import DRIFTS
 
@@ -175,13 +175,15 @@ def test_an_alarm_silences_hints() -> None:
 def test_rules_are_named_once_and_alarms_come_first() -> None:
     assert len({rule.kind for rule in RULES}) == len(RULES)
     order = ["alarm", "warning", "hint"]
-    assert sorted(RULES, key=lambda rule: order.index(rule.level)) == list(RULES)
+    assert sorted(RULES, key=lambda rule: order.index(rule.level)) == RULES
 
 
 def test_a_drift_of_each_kind_has_a_remedy_and_the_page_exists() -> None:
     assert {*DRIFT_REMEDIES} == set(DRIFTS)
     assert not {relation.removeprefix("drift_") for relation in TOKEN_DRIFTS} & {*DRIFT_REMEDIES}
-    path, _, anchor = DRIFT_PAGE.partition("#")
+    (page,) = (re.search(r"\((.*)\)", rule.remedy) for rule in RULES if rule.kind == "drifts")
+    assert page is not None
+    path, _, anchor = page[1].partition("#")
     headings = re.findall("^## (.*)$", (REPOSITORY / path).read_text(), re.MULTILINE)
     assert anchor in {heading.lower().replace(",", "").replace(" ", "-") for heading in headings}
 

@@ -18,9 +18,8 @@ from unit_helpers import make_generation, within
 
 from raylight.errors import DiskError, StoreError
 from raylight.store.service import StoreService
-from raylight.store.tables.journal import Journal
+from raylight.store.tables.journal import VERSION, Journal
 from raylight.store.tables.rollouts import CommitEvents
-from raylight.store.tables.schema import VERSION
 
 # files that cannot be a journal
 

@@ -1,17 +1,14 @@
-"""Tables of the store's file."""
+-- Tables of the store's file.
+--
+-- Columns that need a word: `queue` is the position in the queue; `not_before` is the time until which a
+-- waiting rollout is held back; `lost` and `charged` of a rollout are InfrastructureLosses, and `charged`
+-- marks an attempt that is one of them; `suspect` marks a rollout that may have crashed its runner; `silence`
+-- is `unresponsive_seconds`, and `silent_at` the time at which it is over; `not_before`, `began`, `ended`,
+-- `timeout_at`, `silent_at` and `deadline` are in seconds that the run has lived; `gone` marks a released
+-- worker; `base` and `shared` are explained at SPAN and CALL; `tokens` and `late` are the numbers of tokens
+-- that an attempt sampled before and after its rollout was decided; `updated` orders resources by their last
+-- change, and `used` clients by their last message.
 
-VERSION = 8
-"""Version of the schema. A file with another version, or of another program, is refused."""
-
-# Columns that need a word: `queue` is the position in the queue; `not_before` is the time until which a
-# waiting rollout is held back; `lost` and `charged` of a rollout are InfrastructureLosses, and `charged`
-# marks an attempt that is one of them; `suspect` marks a rollout that may have crashed its runner; `silence`
-# is `unresponsive_seconds`, and `silent_at` the time at which it is over; `not_before`, `began`, `ended`,
-# `timeout_at`, `silent_at` and `deadline` are in seconds that the run has lived; `gone` marks a released
-# worker; `base` and `shared` are explained at SPAN and CALL; `tokens` and `late` are the numbers of tokens
-# that an attempt sampled before and after its rollout was decided; `updated` orders resources by their last
-# change, and `used` clients by their last message.
-SCHEMA = """
 CREATE TABLE rollouts (
     position INTEGER PRIMARY KEY,
     rollout_id TEXT NOT NULL UNIQUE,
@@ -140,4 +137,3 @@ CREATE TABLE clients (
 CREATE INDEX clients_used ON clients(used);
 
 CREATE TABLE counts (name TEXT PRIMARY KEY, value INTEGER NOT NULL) WITHOUT ROWID;
-"""
