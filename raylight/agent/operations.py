@@ -272,7 +272,6 @@ def _inputs(
 
 @contextlib.contextmanager
 def _ending(run: OperationRun) -> Iterator[None]:
-    """End the run when the block ends, with or without an exception."""
     try:
         yield
     except GeneratorExit:  # a consumer that stops early is not a failure

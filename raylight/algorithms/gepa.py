@@ -374,7 +374,6 @@ class RolloutAdapter:
         }
 
     def set_adapter_state(self, state: JsonObject) -> None:
-        """Continue from a state."""
         self.rejected = list(state.get("rejected", []))
         self._failed = dict(state.get("failed", {}))
         self._failure_reward = state.get("failure_reward", self._failure_reward)

@@ -91,7 +91,6 @@ class Problem:
 
 
 def gather_machine() -> Machine:
-    """Return the resources of this machine."""
     return Machine(
         python=f"{platform.python_version()} ({sys.executable})",
         cpus=available_cpus(),
@@ -220,7 +219,6 @@ def hint(summary: str, remedy: str) -> Problem:
 
 
 def find_problems(machine: Machine, packages: Packages, cluster: Cluster | None) -> list[Problem]:
-    """Return the problems of a machine, its packages and the cluster."""
     return [*_package_problems(packages), *_machine_problems(machine, cluster), *_cluster_problems(cluster)]
 
 

@@ -158,7 +158,6 @@ def leftovers_problem(leftovers: Sequence[Leftover]) -> Problem:
 
 
 def print_json(**parts: object) -> None:
-    """Print records as one JSON object."""
     print(json.dumps(parts, default=dataclasses.asdict, indent=2))
 
 
@@ -210,7 +209,6 @@ def render(
 
 
 def cluster_rows(cluster: Cluster | None) -> dict[str, str]:
-    """Return the printed rows of a cluster."""
     if cluster is None:
         return {"none": "a run starts a local one"}
     serve = f"on {cluster.serve[0]}:{cluster.serve[1]}" if cluster.serve else "not running; a run starts it"
@@ -229,7 +227,6 @@ def cluster_rows(cluster: Cluster | None) -> dict[str, str]:
 
 
 def print_section(console: Console, title: str, rows: dict[str, str]) -> None:
-    """Print a title and a line per row."""
     console.print(f"\n{title}", style="bold")
     for name, value in rows.items():
         console.print(f"  {name:<28} {value}", soft_wrap=True)

@@ -35,6 +35,5 @@ def find_candidates(logprobs: torch.Tensor) -> TokenSets:
 
 
 def _place(rows: list[TokenSets], chosen: torch.Tensor, found: TokenSets) -> None:
-    """Replace the chosen rows by those found."""
     for row, part in zip(chosen.nonzero()[:, 0].tolist(), found.split([1] * len(found)), strict=True):
         rows[row] = part

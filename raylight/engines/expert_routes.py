@@ -88,7 +88,6 @@ class ExpertRoutes:
     def _forward(
         self, forward: Callable[..., object], layer: int, experts: int, *args: object, **inputs: object
     ) -> Any:
-        """Compute a layer of experts."""
         if self._recorded is None and self._replayed is None:
             return forward(*args, **inputs)
         with _TopK(functools.partial(self._choose, layer), experts, self.top_k) as topk:

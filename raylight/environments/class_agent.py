@@ -169,7 +169,6 @@ def first_messages(row: Mapping[str, object], observation: object) -> Messages:
 
 
 def content_parts(content: str | list[Any]) -> list[object]:
-    """Return the content of a message as a list of parts."""
     if isinstance(content, str):
         return [{"type": "text", "text": content}] if content else []
     return content

@@ -94,11 +94,9 @@ class GymnasiumGame:
         return None if ended or cut else observation_text(self._env, observation)
 
     def get_reward(self) -> float:
-        """Return the sum of the rewards."""
         return self._reward
 
     def close(self) -> None:
-        """Close the environment."""
         self._env.close()
 
 

@@ -145,7 +145,6 @@ class LiveEnvironment:
         self._is_blocked = False
 
     async def start(self, factory: Factory) -> None:
-        """Create the environment."""
         self._instance = await self._run("creating the environment", factory)
 
     async def call(self, name: str, arguments: JsonObject) -> Any:
@@ -285,7 +284,6 @@ def tool_content(result: Any, limit: int) -> str | list[object]:
 
 
 def error_text(error: BaseException) -> str:
-    """Return an exception as text for a model."""
     return f"{type(error).__name__}: {exception_message(error)}"
 
 

@@ -275,7 +275,6 @@ class OpenEnvSession:
         return action
 
     async def reset(self, parameters: Mapping[str, Any]) -> EpisodeStep:
-        """Begin an episode."""
         return self._step(await self._ask("reset", dict(parameters)))
 
     async def step(self, action: Mapping[str, Any]) -> EpisodeStep:
@@ -287,7 +286,6 @@ class OpenEnvSession:
         return self._step(await self._ask("step", dict(action)))
 
     async def state(self) -> JsonObject:
-        """Return the state of the episode."""
         return await self._ask("state", None)
 
     async def close(self) -> None:
@@ -466,7 +464,6 @@ def observation_text(observation: JsonObject) -> str:
 
 
 def tool_text(result: Any) -> str:
-    """Return the result of a tool as text."""
     if isinstance(result, dict) and "data" in result:  # the result of fastmcp
         result = result["data"]
     return result if isinstance(result, str) else json.dumps(result)

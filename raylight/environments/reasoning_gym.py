@@ -92,7 +92,6 @@ class Puzzle:
         return [question] if self._system is None else [{"role": "system", "content": self._system}, question]
 
     def step(self, answer: str) -> None:
-        """Score the answer."""
         from reasoning_gym.utils import extract_answer
 
         place = {key: self._task[key] for key in ("name", "size", "seed", "config")}

@@ -115,5 +115,4 @@ class TextArenaGame:
         return float(rewards[0])
 
     def close(self) -> None:
-        """End the game."""
         self._env.close()

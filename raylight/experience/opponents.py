@@ -100,7 +100,6 @@ class OpponentPool:
         return weakest.step
 
     def draw(self, group: int) -> int:
-        """Return the step of a group's opponent."""
         weights = [1.0] * len(self.opponents)
         if self._settings.draw == "rating":
             chances = [expected_score(self.rating, one.rating) for one in self.opponents]
@@ -136,7 +135,6 @@ class OpponentPool:
         }
 
     def state_dict(self) -> JsonObject:
-        """Return the state as plain JSON."""
         return {"rating": self.rating, "opponents": [asdict(one) for one in self.opponents]}
 
     def load_state_dict(self, state: JsonObject) -> None:

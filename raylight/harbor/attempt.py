@@ -285,7 +285,6 @@ async def copy_folder(sandbox: Sandbox, folder: Path, target: str, paths: PathMa
 
 
 async def copy_file(sandbox: Sandbox, file: Path, place: str, paths: PathMap) -> None:
-    """Copy one file to an absolute path of the task."""
     try:
         content = await asyncio.to_thread(file.read_bytes)
     except OSError as error:

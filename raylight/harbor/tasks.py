@@ -98,7 +98,6 @@ class HarborTasks(Sequence[JsonObject]):
 
 
 def _task_folders(folder: Path) -> list[Path]:
-    """Return the folders with a task.toml, in the order of their paths."""
     if not folder.is_dir():
         raise DatasetError(f"the folder of tasks {folder} is not there; correct the path")
     found = {

@@ -189,7 +189,6 @@ class CommandAgent(LitAgent[Any]):
     async def _configure(
         self, sandbox: Sandbox, task: object, asked: HarnessTask, llm: LLM, rollout: Rollout
     ) -> HarnessProgram:
-        """Write the files of a rollout, and return its program."""
         isolated = self._isolated or asked.sandbox is not None
         cwd, home = asked.cwd or self._cwd, posixpath.join(sandbox.workspace, HOME)
         base, default = (sandbox.workspace, WORK) if isolated else (os.getcwd(), "")

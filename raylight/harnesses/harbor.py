@@ -113,7 +113,6 @@ class HarborRun:
 
 
 async def _place(spec: SandboxSpec, task: HarborTask, environment: TaskEnvironment) -> SandboxSpec:
-    """Return the sandbox of an environment."""
     backend = spec.backend_class()
     limits = replace(spec.limits, network=spec.limits.network and environment.network)
     # without images, a limit would hold for the address space of each process, of which many reserve more

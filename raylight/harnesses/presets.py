@@ -83,7 +83,6 @@ class Preset:
     limits: tuple[str, str] | None = None
 
     def variables(self, facts: HarnessFacts) -> dict[str, str | None]:
-        """Return the variables of a rollout."""
         given = (facts.max_context_tokens, facts.max_output_tokens)
         limits = {} if self.limits is None else dict(zip(self.limits, given, strict=True))
         filled = {name: None if text is None else facts.fill(text) for name, text in self.env.items()}

@@ -81,7 +81,6 @@ class Number:
 
 
 def count(low: int = 0, high: int = LARGEST) -> Number:
-    """Return the bounds of a whole number."""
     return Number(low, high, whole=True)
 
 

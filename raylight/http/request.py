@@ -267,7 +267,6 @@ def _number_error(fields: JsonObject) -> RequestError:
 
 
 def _within(path: str, value: object) -> list[tuple[str, object]]:
-    """Return the values within a list or an object, each with its path."""
     if isinstance(value, dict):
         return [(f"{path}.{name[:100]}", inner) for name, inner in value.items()]
     return (

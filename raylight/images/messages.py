@@ -15,7 +15,6 @@ _RECORDED = re.compile(r"raylight-image:([0-9a-f]{64})")
 
 
 def recorded_url(sha256: str) -> str:
-    """Return the URL of an image in a recorded message."""
     return f"raylight-image:{sha256}"
 
 

@@ -27,7 +27,6 @@ def training_tasks() -> list[dict]:
 
 
 def validation_tasks() -> list[dict]:
-    """Return the validation tasks."""
     return additions(0)[1]
 
 

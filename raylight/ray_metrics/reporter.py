@@ -73,7 +73,6 @@ class MetricReporter:
         self._thread = threading.Thread(target=self._run, name="metric-reporter", daemon=True)
 
     def start(self) -> Self:
-        """Start reporting."""
         self._thread.start()
         return self
 

@@ -73,7 +73,6 @@ class Judge:
         )
 
     async def _answer(self, messages: list[Message]) -> str:
-        """Return the text of one answer."""
         import openai
 
         start, text, problem = time.time(), "", None

@@ -153,7 +153,6 @@ class RewardSum:
         ]
 
     def _combine(self, found: dict[str, dict[str, float]]) -> dict[str, float] | None:
-        """Return the rewards of one rollout from each term's."""
         if not all(found.values()):
             return None
         values = {name: next(iter(rewards.values())) for name, rewards in found.items()}

@@ -41,11 +41,9 @@ class Rendezvous:
         self._joined = asyncio.Event()
 
     async def access(self) -> RunAccess:
-        """Return what the runners need of the run."""
         return self._access
 
     async def join(self) -> None:
-        """Report that runners are up."""
         self._joined.set()
 
     async def wait_for_runners(self) -> None:

@@ -122,7 +122,6 @@ class Runner:
         return len(self._running)
 
     def get_agent(self) -> LitAgent:
-        """Return the agent, for hooks."""
         return self._context.agent
 
     def get_store(self) -> StoreClient:

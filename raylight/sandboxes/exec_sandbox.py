@@ -89,7 +89,6 @@ class ExecSandbox(ABC):
             raise self._failure(f"writing {path}", ended)
 
     def path(self, path: str) -> str:
-        """Return an absolute path."""
         return posixpath.join(self.workspace, path) if path else self.workspace
 
     def require_image(self, example: str) -> str:

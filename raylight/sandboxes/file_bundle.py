@@ -53,7 +53,6 @@ class FileBundle:
         self._size = 0
 
     def add_folder(self, folder: str) -> None:
-        """Add an empty folder."""
         self._put(folder, tarfile.DIRTYPE, 0o755)
 
     def add(self, tree: FileTree | None, folder: str) -> None:
@@ -194,7 +193,6 @@ class FileBundle:
         self._size += len(content)
 
     def _in_the_way(self, path: str) -> list[str]:
-        """Return the files and links above a path."""
         parents = map(str, PurePosixPath(_name(path)).parents)
         return [above for above in parents if above in self._members and not self._is_folder(above)]
 
@@ -259,7 +257,6 @@ async def bundle_files(
 
 
 def resolve_files(source: FileSource | None, task: object) -> FileTree | None:
-    """Return the files for a task."""
     return source(task) if callable(source) else source
 
 

@@ -22,7 +22,6 @@ MAX_SCANS, MAX_UNCLEAR_SCANS = 20, 3
 
 
 def new_mark() -> str:
-    """Return a mark that no other program has."""
     return str(int.from_bytes(os.urandom(7), "big"))
 
 

@@ -26,7 +26,6 @@ class NodeSandbox:
         self._sandbox: Sandbox = spec.create()
 
     async def address(self) -> str:
-        """Return the node's address."""
         import ray
 
         return ray.util.get_node_ip_address()
@@ -37,7 +36,6 @@ class NodeSandbox:
         return self._sandbox.workspace, self._sandbox.root
 
     async def call(self, method: str, *args: Any, **options: Any) -> Any:
-        """Call a method of the sandbox."""
         return await getattr(self._sandbox, method)(*args, **options)
 
 

@@ -25,7 +25,6 @@ BUFFER = 65536
 
 
 def with_address(url: str, host: str, port: int) -> str:
-    """Return a URL with another host and port."""
     return urlunsplit(urlsplit(url)._replace(netloc=f"{host}:{port}"))
 
 

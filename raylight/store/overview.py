@@ -95,7 +95,6 @@ class RolloutOverview:
         self._db = self._journal.reader
 
     def close(self) -> None:
-        """Close the file."""
         self._journal.close()
 
     def data_version(self) -> int:
@@ -107,7 +106,6 @@ class RolloutOverview:
         return int(self._db.execute("SELECT COALESCE(MAX(position), 0) FROM rollouts").fetchone()[0])
 
     def lines_after(self, position: int, limit: int) -> list[RolloutLine]:
-        """Return the first rollouts after a position."""
         rows = self._db.execute(
             f"SELECT {_COLUMNS} FROM {LATEST} WHERE r.position > ? ORDER BY r.position LIMIT ?",
             (position, limit),
@@ -115,7 +113,6 @@ class RolloutOverview:
         return list(map(_line, rows))
 
     def lines_at(self, positions: Sequence[int]) -> list[RolloutLine]:
-        """Return the rollouts at some positions."""
         rows = self._db.execute(
             f"SELECT {_COLUMNS} FROM {LATEST} WHERE r.position IN (SELECT value FROM json_each(?))",
             (json.dumps(list(positions)),),

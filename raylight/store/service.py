@@ -101,7 +101,6 @@ class DeadlineTimer:
             self._deadline_moved.notify_all()
 
     async def stop(self) -> None:
-        """Stop the timer."""
         if self._task is not None and not self._task.done():
             await cancel_all([self._task])
 
@@ -584,7 +583,6 @@ class FinishWaiters:
                     waiter.done.set_result(None)
 
     def wake_all(self) -> None:
-        """Wake all callers."""
         for waiter in {waiter for waiters in self._waiters.values() for waiter in waiters}:
             if not waiter.done.done():
                 waiter.done.set_result(None)

@@ -98,7 +98,6 @@ class CurriculumSampler(SetSampler):
         """Task of each draw without an outcome."""
 
     def pool_of(self, task: int) -> Pool:
-        """Return the pool that a task is in."""
         return next(pool for pool in POOLS if task in self._pools[pool])
 
     def draw(self, number: int) -> Draw:

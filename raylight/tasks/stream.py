@@ -53,7 +53,6 @@ class Stream(TaskSet):
         return {"stream": type(self._source).__name__}
 
     def _rows(self) -> Iterator[Any]:
-        """Return a new iterator over all rows."""
         if hasattr(self._source, "iter_rows"):  # a dataset of Ray
             return iter(self._source.iter_rows())
         return iter(self._source() if callable(self._source) else self._source)

@@ -59,7 +59,6 @@ class SetSampler(ABC):
         return {}
 
     def load_state_dict(self, state: JsonObject) -> None:
-        """Continue from a state."""
         return None
 
     def metrics(self) -> dict[str, float]:
@@ -168,5 +167,4 @@ def named_parts(sets: Mapping[str, TaskSet]) -> list[tuple[str | None, object]]:
 
 
 def join_names(name: str, inner: str | None) -> str:
-    """Return the name of a source within a named set."""
     return name if inner is None else f"{name}/{inner}"

@@ -155,7 +155,6 @@ class LoraTrainer:
         return {"grad_norm": norm}
 
     def export(self, model_id: str) -> LoraAdapter:
-        """Return the adapter of a tenant."""
         from peft import get_peft_model_state_dict
 
         tenant = self._tenant(model_id)

@@ -35,7 +35,6 @@ class ResultBody:
 
 
 def json_answer(fields: Mapping[str, object]) -> ResultBody:
-    """Return a body in JSON."""
     return ResultBody(json.dumps(fields).encode())
 
 

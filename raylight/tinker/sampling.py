@@ -275,7 +275,6 @@ class Samplers:
             await self._client.release(served.name, self._timeout_s)
 
     async def close(self) -> None:
-        """Close the connections."""
         await self._http.aclose()
 
     @contextlib.asynccontextmanager

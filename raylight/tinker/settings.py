@@ -48,7 +48,6 @@ class TinkerSettings:
             )
 
     def resolve_loss(self, name: str) -> str:
-        """Return the name of the loss that trains requests for a loss."""
         return (self.stable_reinforce or name) if name == STABLE_REINFORCE else name
 
     def check_stability_info(self) -> None:

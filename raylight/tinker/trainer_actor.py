@@ -158,7 +158,6 @@ class TrainerClient:
         await self._call("load", model_id, adapter, optimizer)
 
     def stop(self) -> None:
-        """End the actor."""
         ray.kill(self._actor)
 
     async def _call(self, method: str, *args: Any) -> Any:

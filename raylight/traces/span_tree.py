@@ -48,7 +48,6 @@ class SpanNode:
         return next((name for node in self.ancestors() if (name := node.span.attributes.get(EXECUTOR))), None)
 
     def add_child(self, child: SpanNode) -> None:
-        """Append a child."""
         child.parent = self
         self.children.append(child)
 

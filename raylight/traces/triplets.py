@@ -172,7 +172,6 @@ class TracerTraceToTriplet(TraceToTripletBase):
         ]
 
     def _calls(self, tree: SpanTree) -> list[_Call]:
-        """Return the calls with their spans, without those that have a span within a reward."""
         named: dict[str, _Call] = {}
         unnamed: list[SpanNode] = []
         judging: set[str] = set()

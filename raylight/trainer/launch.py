@@ -33,7 +33,6 @@ Work = Coroutine[Any, Any, JsonObject]
 def connected(
     arguments: TrainerArguments, folder: Path, start_timeout_s: float, total_steps: int = 0
 ) -> Iterator[tuple[Connection, Display]]:
-    """Yield a connection to Ray and a display."""
     with (
         disk_errors(folder),
         ray_session(arguments.address, arguments.log_to_driver, start_timeout_s) as connection,

@@ -374,7 +374,6 @@ class Trainer:
         return run
 
     def _name_run(self) -> tuple[str, Path]:
-        """Return the name and the directory of a run."""
         name = self.run_name or f"raylight-{_new_suffix()}"
         folder = Path(self.output_dir or f"{self.run_settings.outputs}/{name}")
         return name, folder.expanduser().absolute()

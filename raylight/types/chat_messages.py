@@ -107,7 +107,6 @@ def tool_call(call_id: str, name: str, arguments: str) -> JsonObject:
 
 
 def text_part(text: str) -> JsonObject:
-    """Return a part of a message's content with text."""
     return {"type": "text", "text": text}
 
 

@@ -199,13 +199,11 @@ class Ui:
         return self._open.setdefault(name, ShownRun(self._folders[name]))
 
     async def close(self) -> None:
-        """Close all runs."""
         await asyncio.gather(*(run.close() for run in self._open.values()))
 
     # runs
 
     async def runs(self, request: Request) -> Any:
-        """Return the cards of all runs."""
         folders = await asyncio.to_thread(self.find)
         return {"runs": [await asyncio.to_thread(folder.card) for folder in folders]}
 
@@ -214,14 +212,12 @@ class Ui:
         return await asyncio.to_thread(self.run(request).folder.details)
 
     async def metrics(self, request: Request) -> Any:
-        """Return metrics as columns."""
         metrics = self.run(request).folder.metrics
         await asyncio.to_thread(metrics.refresh)
         names = request.query_params.get("names")
         return {"columns": metrics.columns(names.split(",") if names else None)}
 
     async def evaluations(self, request: Request) -> object:
-        """Return the evaluations of a run."""
         folder = self.run(request).folder
         await asyncio.to_thread(folder.metrics.refresh)
         rows = [row for row in folder.metrics.rows if "val/reward" in row]
@@ -279,7 +275,6 @@ class Ui:
         return {"items": await asyncio.to_thread(index.failures)}
 
     async def group(self, request: Request) -> Any:
-        """Return a group of rollouts."""
         run = self.run(request)
         return await rollout_view.show_group(
             await run.store(), await run.index(), run.records, request.path_params["group"]
@@ -324,7 +319,6 @@ class Ui:
         return await rollout_view.show_raw(await self.run(request).store(), request.path_params["rollout"])
 
     async def request_of_call(self, request: Request) -> object:
-        """Return the request of a call."""
         store, path = await self.run(request).store(), request.path_params
         return await rollout_view.show_request(store, path["rollout"], path["call"])
 

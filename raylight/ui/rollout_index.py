@@ -95,7 +95,6 @@ class RolloutIndex:
         self._lines_complete = self._texts_complete = False
 
     def close(self) -> None:
-        """Close the index and the store."""
         with self._lock:
             self._db.close()
             self._overview.close()
@@ -240,7 +239,6 @@ class RolloutIndex:
     # building
 
     def _open(self, folder: Path) -> sqlite3.Connection:
-        """Open the index of this store, or create one."""
         try:
             return open_index(folder / INDEX_FILE, self._store)
         except (sqlite3.Error, OSError):  # a read-only folder, or a damaged index

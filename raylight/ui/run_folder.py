@@ -119,7 +119,6 @@ class MetricTable:
         return {name: [_finite(row.get(name)) for row in rows] for name in columns}
 
     def names(self) -> list[str]:
-        """Return the names of all metrics, sorted."""
         return sorted({name for row in self.rows for name in row} - {"step"})
 
     def versions(self) -> dict[int, int]:
@@ -486,7 +485,6 @@ class ShownRun:
             self._indexing = asyncio.create_task(self._complete(self._index))
 
     async def _complete(self, index: RolloutIndex) -> None:
-        """Complete the index beside the requests."""
         try:
             while not index.is_complete:
                 await asyncio.to_thread(index.refresh, self.folder.metrics.versions(), PART_S)

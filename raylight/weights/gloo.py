@@ -60,7 +60,6 @@ class GlooSender:
                 receivers.result()  # its error says which receiver was lost
 
     def send_weights(self) -> None:
-        """Send the current weights to all receivers."""
         if self._group is None:
             for _ in self._source.iter_groups():
                 pass
@@ -136,7 +135,6 @@ class GlooReceiver:
             raise
 
     def close(self) -> None:
-        """Close the connections."""
         if self._group is not None:
             self._group.close()
             self._group = None

@@ -103,7 +103,6 @@ class GlooGroup:
                 works.clear()
 
     def close(self) -> None:
-        """Close the connections."""
         self._group = self._store = None
 
 

@@ -51,5 +51,4 @@ class LocalReplica:
         return {"local": await self._logprobs(ids)}
 
     async def loads(self) -> dict[str, EngineLoad]:
-        """Return the engine's load."""
         return {"local": self._load()}

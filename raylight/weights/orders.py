@@ -256,7 +256,6 @@ class VersionSequence:
         return self.last if is_known else max(self.last, self.received)
 
     def begin(self, version: int) -> None:
-        """Begin the publication of a version."""
         self.last, self.awaits_repetition = version, False
 
     def note_received(self, version: int) -> None:
@@ -264,7 +263,6 @@ class VersionSequence:
         self.received = max(self.received, version)
 
     def restore(self, snapshot: Snapshot) -> None:
-        """Continue from a snapshot."""
         self.last, self.awaits_repetition = snapshot.version, True
         self.note_received(snapshot.received)
 

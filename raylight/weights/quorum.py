@@ -345,7 +345,6 @@ class Transfer:
     broken: str = ""
 
     def begin(self, kind: Phase, number: int, now: float, infos: Mapping[str, bytes]) -> None:
-        """Begin a phase."""
         self.kind, self.number, self.started, self.infos = kind, number, now, infos
         self.answered, self.handed = set(), set()
 

@@ -173,7 +173,6 @@ class BeamSearch:
                 return rejected
 
     def _record(self, parent: Candidate, number: int, result: BranchResult) -> None:
-        """Add the result of a branch to the history, as a candidate or a rejection."""
         if not isinstance(result, RejectedEdit):
             template, critique = result
             if not self.history.contains(template.template):

@@ -105,7 +105,6 @@ class History(HistoryModel):
         return [self.candidate(version) for version in self.beams[-1]]
 
     def candidate(self, version: str) -> Candidate:
-        """Return the prompt of a version."""
         return next(candidate for candidate in self.candidates if candidate.version == version)
 
     @property
@@ -119,11 +118,9 @@ class History(HistoryModel):
         return any(candidate.val_score is not None or candidate.batch_scores for candidate in self.candidates)
 
     def created_in(self, round: int) -> list[Candidate]:
-        """Return the prompts created in a round."""
         return [candidate for candidate in self.candidates if candidate.round == round]
 
     def add(self, template: PromptTemplate, parent: str, round: int, critique: str) -> Candidate:
-        """Add a prompt with the next version and return it."""
         added = Candidate(
             version=f"v{len(self.candidates)}",
             template=template,

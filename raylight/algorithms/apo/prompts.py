@@ -78,7 +78,6 @@ def _quoted(template: PromptTemplate) -> str:
 
 
 def placeholder_rules(template: PromptTemplate) -> str:
-    """Return the rules for placeholders of a rewrite."""
     jinja = template.engine == "jinja"
     names = (
         sorted(f"{{{{ {name} }}}}" for name in template.placeholders())

@@ -52,7 +52,6 @@ def has_critic(read: MergedConfig) -> bool:
 
 
 def text(key: str, read: MergedConfig) -> str:
-    """Return the value as a string."""
     return str(read(key))
 
 
@@ -67,7 +66,6 @@ def kl_in_loss(key: str, read: MergedConfig) -> float:
 
 
 def kl_target(key: str, read: MergedConfig) -> object:
-    """Return the target KL of the adaptive controller."""
     return translate({"fixed": UNSET, "adaptive": read("algorithm.kl_ctrl.target_kl")}, read(key))
 
 

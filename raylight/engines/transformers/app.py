@@ -28,7 +28,6 @@ Begin = Callable[["TransformersEngine", Any], Awaitable[Reply]]
 
 
 def build_app(engine: TransformersEngine) -> Starlette:
-    """Build the application of an engine."""
     app = Starlette(
         routes=[
             Route("/v1/chat/completions", _sampling_route(engine, begin_chat), methods=["POST"]),

@@ -179,7 +179,6 @@ class _Choice:
         self.calls.append(message)
 
     def message(self) -> JsonObject:
-        """Return the complete message."""
         content, reasoning = self.text["content"], self.text["reasoning"]
         message: JsonObject = {
             "role": "assistant",
@@ -192,7 +191,6 @@ class _Choice:
         return message
 
     def finish_fields(self, new: Increment) -> dict[str, str | None]:
-        """Return the fields of the finish."""
         return new.finish_fields | (
             {"finish_reason": "tool_calls"} if new.reason == "stop" and self.calls else {}
         )

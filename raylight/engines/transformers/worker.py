@@ -290,7 +290,6 @@ class EngineWorker:
     # ends of sequences
 
     def _fail(self, sequence: Sequence, error: RequestError) -> None:
-        """End an active sequence with an error."""
         self.decoder.remove(sequence)
         self._end([sequence], error=error)
 

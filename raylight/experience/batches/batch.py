@@ -466,7 +466,6 @@ def _trained_by_model(batch: TrainBatch) -> Counter[str]:
 
 
 def _mean_rewards(scored: list[ScoredRollout]) -> dict[str, float]:
-    """Return the mean reward of each agent's parts of rollouts."""
     rewards: defaultdict[str, list[float]] = defaultdict(list)
     for item in scored:
         if item.agent is not None:

@@ -64,7 +64,6 @@ class LedgerRow:
         return fates.pop("generated") - sum(fates.values())
 
     def metrics(self) -> dict[str, float]:
-        """Return the metrics of a step."""
         counts = {**asdict(self), "unaccounted": self.unaccounted}
         return {f"ledger/{name}": float(count) for name, count in counts.items()}
 

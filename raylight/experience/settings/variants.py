@@ -227,7 +227,6 @@ class VariantTable:
         return readers
 
     def default_of(self, key: str) -> object:
-        """Return the default of a flat key."""
         return next(
             field.default for variant in self.variants if (field := variant.model_fields.get(key)) is not None
         )

@@ -54,7 +54,6 @@ class CallLineage:
     segments: list[PromptSegment]
 
     def to_json(self) -> JsonObject:
-        """Return the lineage as JSON values."""
         values = {
             name: getattr(self, name) for name in ("number", "row", "trained", "kind", "related", "shared")
         }

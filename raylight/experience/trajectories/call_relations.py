@@ -62,7 +62,6 @@ _PLURALS: dict[Relation, str] = {"extension": "extensions", "fork": "forks", "re
 
 
 def report_relations(rollouts: Iterable[Trajectories]) -> RelationReport:
-    """Return the relations of the calls of rollouts."""
     counts: Counter[str] = Counter()
     drifts: dict[str, Drift] = {}
     rows: list[int] = []

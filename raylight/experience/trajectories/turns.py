@@ -87,7 +87,6 @@ def _states(calls: Sequence[Generation], spans: Sequence[Span]) -> dict[str, str
 
 
 def _in_order(calls: Sequence[Generation], spans: Sequence[Span]) -> list[Generation | Span]:
-    """Return calls, and the spans of all other calls, in the order in which they began."""
     own = {call.key.call_id for call in calls}
     others = [span for span in spans if span.attributes.get(CALL_ID, "") not in own | {""}]
     every: list[Generation | Span] = [*calls, *others]

@@ -50,7 +50,6 @@ class PolicyLoss:
     def __call__(
         self, outputs: dict[str, torch.Tensor], batch: MicroBatch
     ) -> tuple[torch.Tensor, dict[str, Any]]:
-        """Return the loss of a micro-batch and verl's metrics."""
         settings, computed = self._settings, outputs["log_probs"]
         # a loss may read tokens that it masks afterwards
         logprobs = computed.where(batch.mask, 0.0) if settings.observation_coef else computed

@@ -91,5 +91,4 @@ class SimulatedLearner(Learner):
         await asyncio.to_thread(save)
 
     async def load_state(self, url: str, step: int, version: int) -> None:
-        """Continue with a version."""
         self.version = version

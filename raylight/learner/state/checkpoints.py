@@ -59,7 +59,6 @@ class TrainingStates:
         return [step for step in self._all_steps() if self._fs.exists(f"{self._folder(step)}/{COMPLETE}")]
 
     def metadata(self, step: int) -> JsonObject:
-        """Return the metadata written with a state."""
         return {name: value for name, value in self._marker(step).items() if name != CONTENT}
 
     def new_content(self, step: int) -> str:
@@ -136,7 +135,6 @@ class TrainingStates:
                 self._remove(step)
 
     def remove_after(self, step: int) -> None:
-        """Remove the states of later steps."""
         for later in self.steps():
             if later > step:
                 self._remove(later)

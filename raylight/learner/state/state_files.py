@@ -59,7 +59,6 @@ class HostCopies:
         )
 
     def copy(self, tensors: Tensors) -> Tensors:
-        """Return copies of tensors."""
         copies: Any = self._stager.stage(tensors)
         return copies
 

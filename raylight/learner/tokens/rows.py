@@ -125,7 +125,6 @@ def _split(values: object, dtype: torch.dtype, lengths: Iterable[int]) -> tuple[
 
 
 def _split_routes(packed: PackedRows) -> list[torch.Tensor | None]:
-    """Return the routes of each row."""
     if packed.routed_experts is None:
         return [None] * len(packed.indices)
     routes = torch.from_numpy(packed.routed_experts.astype(np.int16)).split(packed.routed)

@@ -87,7 +87,6 @@ class SamplingReplay:
             yield part, call, counts.index_put_(places, ones, accumulate=True).cumsum_(0)
 
     def _factors(self, logits: torch.Tensor, call: PenalisedCall, counts: torch.Tensor) -> torch.Tensor:
-        """Return the factors of logits by the repetition penalty."""
         penalty = call.sampled.penalties.repetition
         seen = counts > 0
         seen[:, call.tokens[: call.sampled.start].to(seen.device)] = True

@@ -91,7 +91,6 @@ class ValueLoss:
     def __call__(
         self, outputs: dict[str, torch.Tensor], batch: MicroBatch
     ) -> tuple[torch.Tensor, dict[str, Any]]:
-        """Return the loss of a micro-batch and its metrics."""
         values, limit = outputs["values"], self._settings.cliprange_value
         old, returns = batch.matrix("values"), batch.matrix("returns")
         loss, clipped_fraction = verl.compute_value_loss(

@@ -72,7 +72,6 @@ class PolicySet:
         return _Slot(values, engine.optimizer, engine.lr_scheduler, engine.optimizer_config)
 
     def _adapter(self) -> dict[str, torch.nn.Parameter]:
-        """Return the parameters of the engine's adapter."""
         return {name: param for name, param in self.engine.module.named_parameters() if param.requires_grad}
 
     def use(self, name: str) -> Policy:

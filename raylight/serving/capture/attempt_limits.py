@@ -37,7 +37,6 @@ class FinishedAttempts:
         return (scope.rollout_id, scope.attempt_id) in self._known
 
     def add(self, scope: AttemptScope) -> None:
-        """Remember that an attempt has finished."""
         self._known[scope.rollout_id, scope.attempt_id] = True
 
     async def check(self, scope: AttemptScope) -> bool:

@@ -380,7 +380,6 @@ def _common_attributes(context: CaptureContext, answer: Answer, first_piece_time
 
 
 def _choice_attributes(choice: Choice | None, reason: str | None) -> Attributes:
-    """Return the attributes of one choice's span."""
     message = choice.message if choice and choice.message is not None else None
     if message is None:
         message = {"role": "assistant", "content": choice.text if choice else None}

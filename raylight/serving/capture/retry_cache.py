@@ -184,7 +184,6 @@ class RetryCache:
     async def _answer(
         self, answer: _KeptAnswer, scope: AsgiScope, request: JsonRequest, receive: Receive, send: Send
     ) -> None:
-        """Have the application answer a request, and keep the answer."""
         connection = _KeepingConnection(self, answer, receive, send)
         inner = request.with_receive(connection.receive)
         self._answers.setdefault(answer.key, []).append(answer)
@@ -195,7 +194,6 @@ class RetryCache:
                 self.end(answer, "failed")
 
     def add_message(self, answer: _KeptAnswer, message: Message, last: bool) -> None:
-        """Add a message to a running answer."""
         answer.messages.append(message)
         answer.size += len(message.get("body", b"")) + OVERHEAD
         if headers := message.get("headers"):
@@ -268,7 +266,6 @@ class _KeepingConnection:
         return {"type": "http.disconnect"}
 
     async def send(self, message: Message) -> None:
-        """Keep a message, and send it to the client."""
         answer = self._answer
         last = message["type"] == "http.response.body" and not message.get("more_body", False)
         if answer.state == "running":

@@ -209,7 +209,6 @@ def _kill(pid: int) -> None:
 
 
 def _parent_of(process: Path) -> int:
-    """Return the process ID of a process's parent."""
     return int((process / "stat").read_text().rpartition(")")[2].split()[1])
 
 

@@ -76,7 +76,6 @@ def _folder_path() -> Path:
 
 
 def ray_folder() -> Path:
-    """Return the folder of Ray's sessions."""
     from ray._common.utils import get_default_ray_temp_dir
 
     return Path(get_default_ray_temp_dir())
@@ -171,7 +170,6 @@ def _ended_sessions(marks: Iterable[Path]) -> list[Path]:
 
 
 def _raylet_arguments() -> set[str]:
-    """Return the arguments of all raylets of this machine."""
     return {
         argument
         for process in psutil.process_iter(["name", "cmdline"])

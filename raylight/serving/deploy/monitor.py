@@ -61,7 +61,6 @@ class IngressProbe:
         self._client = httpx2.AsyncClient(timeout=PROBE_TIMEOUT_S, trust_env=False)
 
     async def send(self) -> Probe:
-        """Send a probe and return its result."""
         sent, request = self._clock(), asyncio.ensure_future(self._client.get(self._url))
         try:
             while not (await asyncio.wait([request], timeout=REPLICA_CHECK_S))[0]:

@@ -117,7 +117,6 @@ def given_tools(
 
 
 def as_function(tool: MessagesTool) -> JsonObject:
-    """Return a tool as one of a chat request."""
     function: JsonObject = {"name": tool.name, "parameters": tool.input_schema}
     if tool.description is not None:
         function["description"] = tool.description
@@ -352,7 +351,6 @@ class CountTokensRequest(RequestModel):
         return given_tools(self.tools, found)
 
     def _tool_paths(self) -> dict[str, str]:
-        """Return the paths of the tools in the request by those in its chat request."""
         paths: dict[str, str] = {}
         for place, index in enumerate(self._given_tools()):
             paths[f"tools[{place}].function"] = f"tools[{index}]"

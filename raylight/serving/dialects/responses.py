@@ -211,7 +211,6 @@ def _status(turn: Turn, block: Block) -> str:
 
 
 def _kind(tools: GivenTools, block: Block) -> str:
-    """Return the kind of a block, or of the tool that it calls."""
     return tools.of(block.name).kind if block.kind == "call" else block.kind
 
 
@@ -220,7 +219,6 @@ def _id_of(turn: Turn, block: Block, kind: str) -> str:
 
 
 def _item(tools: GivenTools, turn: Turn, block: Block, status: str) -> JsonObject:
-    """Return the output item of a block."""
     head = {"id": _id_of(turn, block, _kind(tools, block)), "status": status}
     if block.kind == "call":
         tool = tools.of(block.name)
@@ -271,7 +269,6 @@ class ResponseHistory:
             self._conversations[scope, response_id] = messages
 
     def remember_items(self, scope: AttemptScope | None, items: list[JsonObject]) -> None:
-        """Keep the output items of a response."""
         for item in items:
             with suppress(ValueError):  # one item is larger than the cache
                 self._items[scope, item["id"]] = item

@@ -271,7 +271,6 @@ class _AnswerSender:
         return (self._events.keep_alive() if self._events else b"") or COMMENT
 
     async def send_error(self, error: RequestError) -> None:
-        """Answer with an error in place of the application."""
         self._status = error.status
         await self._send_json(self._dialect.error_body(error))
 

@@ -63,7 +63,6 @@ class Metrics:
         self.counts.pop((name, *labels), None)
 
     def watch_load(self, read: Callable[[], EngineLoad]) -> None:
-        """Add the metrics of an engine's load."""
         values: dict[str, Callable[[EngineLoad], float]] = {
             "engine_kv_use_ratio": lambda load: load.kv_use,
             "engine_kv_capacity_tokens": lambda load: load.capacity,
@@ -132,7 +131,6 @@ class RequestTimer:
         metrics.requests_in_flight += 1
 
     async def send(self, message: Message) -> None:
-        """Send a message of the answer."""
         if message["type"] == "http.response.start":
             self._status = str(message["status"])
         elif self._first_byte is None and message.get("body"):
@@ -140,7 +138,6 @@ class RequestTimer:
         await self._send(message)
 
     def end(self) -> None:
-        """Add the request to the metrics."""
         metrics = self._metrics
         metrics.requests_in_flight -= 1
         metrics.count("requests_total", self.route, self._status)

@@ -201,7 +201,6 @@ class SessionService:
         return answer
 
     async def _describe(self, session: Session) -> JsonObject:
-        """Return the state of a session."""
         attempt = _attempt(session)
         status, rewards = _status(session), dict[str, float]()
         if status == "rewarded":
@@ -277,7 +276,6 @@ def root_url(scheme: str, headers: dict[bytes, bytes], root_path: str) -> str:
 
 
 def _parse(kind: type[Any], fields: JsonObject) -> Any:
-    """Return a body as its type."""
     try:
         return kind.model_validate(fields)
     except ValidationError as error:

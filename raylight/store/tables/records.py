@@ -401,7 +401,6 @@ class LostRecorders:
         return recorder in self._names
 
     def add(self, recorder: str) -> None:
-        """Mark a recorder as lost."""
         self._names.add(recorder)
         self._forget_repeated("recorder = ?", (recorder,))
 

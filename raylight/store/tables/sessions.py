@@ -59,7 +59,6 @@ class Sessions:
         return self.state(session_id)
 
     def _find_place(self, task: bytes, group: str | None) -> tuple[str, RolloutStatus] | None:
-        """Return the rollout of a free place, with its task, and its status."""
         named = f"group_id LIKE '{NAMED}%' AND {_NAME} = ?"
         if group is not None and (place := self._waiting(named, group)) is not None:
             rollout_id, status, _, known = place

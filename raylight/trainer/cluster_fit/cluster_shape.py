@@ -60,7 +60,6 @@ class ClusterShape:
 
 
 def this_machine() -> NodeShape:
-    """Return the shape of this machine."""
     gpus, gpu_memory = _gpus()
     return NodeShape(total_memory(), gpus, gpu_memory)
 

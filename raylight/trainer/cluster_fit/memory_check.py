@@ -69,7 +69,6 @@ def connected_cluster() -> ClusterShape:
 
 
 def _enlarged(cluster: ClusterShape) -> ClusterShape:
-    """Return the cluster with more memory, by the tolerance."""
     return ClusterShape(
         tuple(
             replace(node, memory=int(TOLERANCE * node.memory), gpu_memory=int(TOLERANCE * node.gpu_memory))

@@ -60,7 +60,6 @@ class PlannedRun:
 
     @classmethod
     def of(cls, settings: TrainedSettings) -> Self:
-        """Return these settings of a run."""
         serving, training = settings.serving, settings.training
         return cls(
             serving.model_path,
@@ -189,7 +188,6 @@ class _Change:
     values: JsonObject
 
     def apply(self, run: PlannedRun) -> PlannedRun:
-        """Return the run with the change."""
         for name, value in self.values.items():
             section, field = name.split(".", 1)
             if name == "learner.lora.rank":

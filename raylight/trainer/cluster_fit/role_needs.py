@@ -350,7 +350,6 @@ LAYER_COPIES = 6
 
 
 def reward_model_memory(model: ServingSettings) -> RoleMemory:
-    """Return the memory of one of a reward model's replicas."""
     engine, size = model.engine, DTYPES[model.engine.dtype].itemsize
     items = [
         Item("Python and libraries", ENGINE_PROCESS["transformers"], "host"),

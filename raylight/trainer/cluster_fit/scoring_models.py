@@ -275,7 +275,6 @@ def check_reward_model(path: str, max_tokens: int | None) -> int:
 
 
 def on_hardware(one: RewardModelSettings) -> RewardModelSettings:
-    """Return the settings of a reward model with the defaults for the hardware."""
     engine = one.serving.engine
     if not engine.num_gpus:
         return one

@@ -31,7 +31,6 @@ class RequestRouter:
         self._handle = serve.get_app_handle(app_name)
 
     async def call(self, method: str, *args: Any) -> Any:
-        """Call a method of a replica."""
         try:
             return await getattr(self._handle, method).remote(*args)
         except RayTaskError as error:  # of the engine

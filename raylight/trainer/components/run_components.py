@@ -105,7 +105,6 @@ class RunComponents(ABC):
             await cancel_all(watching)
 
     async def counts(self) -> dict[str, int]:
-        """Return the counters of all components."""
         counts: dict[str, int] = {}
         for component in self._components:
             counts |= await component.counts()

@@ -128,7 +128,6 @@ class Teacher:
     async def _change(
         self, rows: list[Trajectory], unchanged: list[ScoredRow], changes: list[ChangedPrompt | None]
     ) -> tuple[list[ScoredRow], dict[str, float]]:
-        """Return the rows with the teacher's prompts, and metrics."""
         rendered = await self._render(
             text for change in changes if change for text in (change.own, change.teacher)
         )

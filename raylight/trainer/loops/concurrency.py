@@ -51,7 +51,6 @@ class _Replica:
     queue_since: float | None = None
 
     def update(self, load: EngineLoad, now: float) -> None:
-        """Take a new load."""
         self.preempted = load.preemptions > self.load.preemptions
         has_queue = load.waiting > QUEUE * load.running and not load.paused
         if not has_queue:

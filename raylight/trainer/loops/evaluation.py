@@ -159,7 +159,6 @@ class PinnedEvaluation:
 
 
 def describe_scores(scores: Scores) -> Metrics:
-    """Return scores as metrics of a step."""
     metrics = {"val/rollouts": float(scores.rollouts), "val/failed": float(scores.failed)}
     for name, spread in scores.rewards.items():
         metrics["val/reward" if name == "reward" else f"val/reward/{name}"] = spread.mean

@@ -91,7 +91,6 @@ class GroupGrader:
             return await self._grade(group)
 
     async def _grade(self, group: list[FinishedRollout]) -> list[FinishedRollout]:
-        """Grade a group."""
         ids = [item.rollout.rollout_id for item in group]
         stored = await self._store.collect(ids, with_spans=True, with_span_tokens=False)
         with_spans = [item if _is_graded(item) else _without_grade(item) for item in stored]

@@ -35,7 +35,6 @@ class LoadWatch:
 
     @contextlib.asynccontextmanager
     async def watching(self) -> AsyncIterator[None]:
-        """Watch the loads during the block."""
         self._groups.limit(self._concurrency.limit)
         async with task_group() as tasks:
             watching = tasks.create_task(self._watch())

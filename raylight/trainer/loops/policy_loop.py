@@ -222,7 +222,6 @@ class PolicyLoop(StepLoop):
         self._ledger.take(rollouts, content, counts, dropped)
 
     async def _log(self, step: int, metrics: Metrics) -> None:
-        """Report a step."""
         counters = {"learner/restarts": float(self._learners.restarts), **self._run.serving.metrics()}
         counters |= self._run.reward_models.metrics()
         counters |= self._run.runners.metrics() | await self._groups.metrics()

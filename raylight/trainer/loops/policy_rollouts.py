@@ -104,7 +104,6 @@ class PolicyRollouts:
                 self._against[name] = await self._add_resources({}, {OPPONENT: name})
 
     def group_ids(self, group: int) -> list[str]:
-        """Return the ids of the rollouts of a training group."""
         prefix = f"{self._start.lineage}-train-{group}"
         ids = [f"{prefix}-{sample}" for sample in range(self._algorithm.group_size)]
         return [*ids, f"{prefix}-greedy"] if self._algorithm.needs_greedy_rollouts else ids
@@ -260,7 +259,6 @@ async def cancel_left(run: PolicyComponents) -> None:
 
 
 def _source_of(tasks: list[object], index: int) -> JsonObject:
-    """Return the metadata with the source of a validation task."""
     source = tasks.sources[index] if isinstance(tasks, SourcedTasks) else None
     return {} if source is None else {SOURCE: source}
 

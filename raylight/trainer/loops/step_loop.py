@@ -121,7 +121,6 @@ class StepLoop(ABC):
         self._is_over = True
 
     async def _save_state(self, step: int) -> None:
-        """Save a training state after a step."""
         progress = self._progress(step) | {"version": self._ranks.version}
         await self._ranks.save_state(step, state_metadata(self._start, self._config, **progress))
         self._saved = step

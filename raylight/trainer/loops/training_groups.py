@@ -59,7 +59,6 @@ class TakenGroups:
         self.next, self.open = next_group, set(open_groups)
 
     def add(self, step: StepGroups) -> None:
-        """Mark the groups of a step as taken."""
         groups = set(step.all)
         end = max(self.next, *(group + 1 for group in groups))
         self.open = (self.open | set(range(self.next, end))) - groups
@@ -187,7 +186,6 @@ class TrainingGroups:
         return {f"tasks/{name}": value for name, value in self._sampler.metrics().items()}
 
     def dropped_ids(self, step: int) -> list[str]:
-        """Return the ids of the rollouts that a step dropped."""
         return [name for group in self._records[step].dropped for name in self._rollouts.group_ids(group)]
 
     # dispatch
@@ -402,7 +400,6 @@ class TrainingGroups:
         return "stale" if oldest < self._run.learners.version - algorithm.max_staleness else None
 
     def _record(self, step: int, groups: StepGroups) -> None:
-        """Note the groups that a step took."""
         self._records[step] = groups
         self._taken.add(groups)
         self._pacer.replaced += len(groups.all) - self._pacer.groups_per_step

@@ -44,7 +44,6 @@ def sampled_rollout(item: FinishedRollout) -> SampledRollout:
 
 
 def _message_text(message: JsonObject) -> str:
-    """Return the text of a message, or its tool calls."""
     content = message.get("content") or message.get("tool_calls") or ""
     return content if isinstance(content, str) else _as_json(content)
 

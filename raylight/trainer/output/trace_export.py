@@ -88,7 +88,6 @@ def export_traces(run: str | Path, kind: str, selection: RolloutSelection, outpu
 def _records(
     stored: StoredRollouts, kind: str, selection: RolloutSelection, counts: ExportCounts
 ) -> Iterator[Iterable[Record]]:
-    """Yield the records of each selected rollout or pair."""
     rules = RowRules.from_config(read_config(stored.file.parent) or {})
     if kind == PAIRED:
         pairs = selection.pairs(stored.lines())

@@ -169,7 +169,6 @@ class AlgorithmLoop:
         run.algorithm.set_run_context(TrainerRunContext(report, run.resume_file))
 
     async def run(self) -> None:
-        """Call the algorithm."""
         algorithm = self._algorithm
         if algorithm.is_async():
             await cast("Awaitable[None]", algorithm.run(**self._datasets))

@@ -80,7 +80,6 @@ def _check_opponent(resources: NamedResources, llm: LLM, models: Sequence[str]) 
 
 
 def _named(llm: LLM, resource: str, model: str, models: Sequence[str]) -> LLM:
-    """Return the served model that a resource stands for."""
     if not models:
         return llm
     found = next((name for name in (model, resource) if name in models), None)

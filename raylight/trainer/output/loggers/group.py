@@ -99,7 +99,6 @@ class LoggerGroup:
                 self._report(index, error.method if isinstance(error, TrackerError) else method, error)
 
     def _report(self, index: int, method: str, error: BaseException) -> None:
-        """Report the first failure of a logger."""
         if index in self._failed:
             return
         self._failed.add(index)
