@@ -75,7 +75,7 @@ def reference(head: Any, hidden: torch.Tensor, rows: list[TrainRow]) -> tuple[to
     return torch.stack(logprobs), torch.stack(entropies), torch.stack(squares)
 
 
-@pytest.mark.parametrize(("chunk", "block"), itertools.product([1, 5, 100], [1, 3, 100]))
+@pytest.mark.parametrize(("chunk", "block"), list(itertools.product([1, 5, 100], [1, 3, 100])))
 def test_values_and_gradients_equal_the_reference(
     chunk: int, block: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
