@@ -105,6 +105,12 @@ async def test_only_a_retry_of_an_answered_request_counts_as_a_replay(
     assert len(stack.engine_app.requests) == sampled
 
 
+async def test_the_runs_secret_records_nothing(stack: Stack) -> None:
+    assert (await stack.post(CHAT, SECRET)).status_code == 200
+    assert (await stack.post("/v1/messages", SECRET, BODY | {"max_tokens": 5})).status_code == 200
+    assert (stack.sink.opened, stack.engine_app.contexts) == ([], [None, None])
+
+
 @pytest.mark.parametrize("path", [CHAT, "/v1/messages", "/v1/responses", "/v1/completions"])
 async def test_all_layers_and_the_engine_share_one_decoded_body(
     path: str, monkeypatch: pytest.MonkeyPatch
