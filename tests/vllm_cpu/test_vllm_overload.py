@@ -11,7 +11,7 @@ from raylight.engines.capture_context import CURRENT, Sample
 
 SLOTS, UPDATES = 8, 500
 
-pytestmark = [pytest.mark.asyncio(loop_scope="session"), pytest.mark.timeout(400), pytest.mark.slow]
+pytestmark = [pytest.mark.asyncio(loop_scope="session"), pytest.mark.timeout(900), pytest.mark.slow]
 
 
 async def test_updates_under_overload_lose_no_request(small_bench: Any, model_path: str) -> None:

@@ -15,7 +15,7 @@ from ray_cluster import eventually, kill_orphaned_proxies, ray_processes
 BIN = Path(sys.executable).parent
 
 
-@pytest.mark.timeout(400)
+@pytest.mark.timeout(900)
 def test_the_agent_learns_through_vllm(tmp_path: Path) -> None:
     command = [
         str(BIN / "raylight"),
@@ -28,7 +28,7 @@ def test_the_agent_learns_through_vllm(tmp_path: Path) -> None:
         "15",
     ]
     done = subprocess.run(
-        command, env={**os.environ, "RAY_ADDRESS": "local"}, capture_output=True, text=True, timeout=380
+        command, env={**os.environ, "RAY_ADDRESS": "local"}, capture_output=True, text=True, timeout=880
     )
     assert done.returncode == 0, done.stdout + done.stderr
     assert "Traceback" not in done.stdout + done.stderr
@@ -47,7 +47,7 @@ def test_the_agent_learns_through_vllm(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(400)
+@pytest.mark.timeout(900)
 def test_a_schema_bound_agent_learns_through_vllm(tmp_path: Path) -> None:
     """The reward rises from about 0.5, because the choices that the schema leaves are trained."""
     here = Path(__file__).parent
@@ -57,7 +57,7 @@ def test_a_schema_bound_agent_learns_through_vllm(tmp_path: Path) -> None:
         env={**os.environ, "RAY_ADDRESS": "local", "PYTHONPATH": os.pathsep.join(paths)},
         capture_output=True,
         text=True,
-        timeout=380,
+        timeout=880,
     )
     assert done.returncode == 0, done.stdout + done.stderr
     rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
@@ -71,7 +71,7 @@ def test_a_schema_bound_agent_learns_through_vllm(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(400)
+@pytest.mark.timeout(900)
 def test_an_adapter_learns_through_vllm(tmp_path: Path) -> None:
     """Probes and rollouts use the adapter's versions, and the engine's own weights stay as they are."""
     done = subprocess.run(
@@ -79,7 +79,7 @@ def test_an_adapter_learns_through_vllm(tmp_path: Path) -> None:
         env={**os.environ, "RAY_ADDRESS": "local"},
         capture_output=True,
         text=True,
-        timeout=380,
+        timeout=880,
     )
     assert done.returncode == 0, done.stdout + done.stderr
     rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]

@@ -10,7 +10,7 @@ import pytest
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(400)
+@pytest.mark.timeout(900)
 def test_two_replicas_draw_different_random_numbers(tmp_path: Path) -> None:
     here = Path(__file__).parent
     paths = [str(here.parent / "helpers"), str(here.parent.parent), os.environ.get("PYTHONPATH", "")]
@@ -19,7 +19,7 @@ def test_two_replicas_draw_different_random_numbers(tmp_path: Path) -> None:
         env={**os.environ, "RAY_ADDRESS": "local", "PYTHONPATH": os.pathsep.join(paths)},
         capture_output=True,
         text=True,
-        timeout=380,
+        timeout=880,
     )
     assert done.returncode == 0, done.stdout + done.stderr
     one, other = json.loads(done.stdout.splitlines()[-1]).values()

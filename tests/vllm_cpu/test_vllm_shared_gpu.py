@@ -14,7 +14,7 @@ SLEEPS = {"sleep_while_learning": True, "args": {"enable_sleep_mode": False}}
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(400)
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize(
     ("algorithm", "engine", "learner"),
     [
@@ -35,7 +35,7 @@ def test_a_run_on_one_gpu(
         env={**os.environ, "RAY_ADDRESS": ""},
         capture_output=True,
         text=True,
-        timeout=380,
+        timeout=880,
     )
     assert done.returncode == 0, done.stdout + done.stderr
     rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]

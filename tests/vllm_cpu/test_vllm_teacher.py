@@ -9,7 +9,7 @@ import pytest
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(400)
+@pytest.mark.timeout(900)
 def test_a_teacher_in_vllm_scores_as_plain_transformers_does() -> None:
     here = Path(__file__).parent
     paths = [str(here.parent / "helpers"), str(here.parent.parent), os.environ.get("PYTHONPATH", "")]
@@ -18,7 +18,7 @@ def test_a_teacher_in_vllm_scores_as_plain_transformers_does() -> None:
         env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
         capture_output=True,
         text=True,
-        timeout=380,
+        timeout=880,
     )
     assert done.returncode == 0, done.stdout + done.stderr
     assert float(done.stdout.splitlines()[-1]) < 1e-4

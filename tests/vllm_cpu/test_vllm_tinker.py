@@ -14,7 +14,7 @@ from tiny_models import build_model
 
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.timeout(400),
+    pytest.mark.timeout(900),
     pytest.mark.skipif(
         importlib.util.find_spec("tinker") is None and "RAYLIGHT_REQUIRE_TINKER" not in os.environ,
         reason="pip install 'raylight[tinker]'",
