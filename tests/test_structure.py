@@ -48,6 +48,10 @@ MODULES = {module_of(path): path for path in FILES}
 PACKAGES = sorted(module_of(path) for path in FILES if path.stem == "__init__")
 
 
+STATEMENTS = (ast.stmt, ast.ExceptHandler, ast.match_case)
+"""Nodes of a file that can contain an import."""
+
+
 @functools.cache
 def trees() -> dict[str, ast.Module]:
     """Return the parsed files, which take seconds, to the one test process that needs them."""
@@ -71,7 +75,7 @@ def imports_of(tree: ast.Module, modules: set[str]) -> set[str]:
         if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
             nodes += node.orelse
             continue
-        nodes += ast.iter_child_nodes(node)
+        nodes += [child for child in ast.iter_child_nodes(node) if isinstance(child, STATEMENTS)]
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
         if isinstance(node, ast.ImportFrom) and node.module:

@@ -1,8 +1,10 @@
 """The checker finds each kind of fault in the records of a run, and none in a correct run."""
 
+import asyncio
 import contextlib
 import itertools
 import json
+import shutil
 import sqlite3
 from collections.abc import Callable
 from dataclasses import replace
@@ -69,27 +71,40 @@ async def add_rollout(box: Box, folder: Path, name: str, version: int) -> float:
     return reward
 
 
+@pytest.fixture(scope="module")
+def recorded(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return the folder of a correct run, which stays as it is."""
+    folder = tmp_path_factory.mktemp("recorded")
+    asyncio.run(record_run(folder))
+    return folder
+
+
 @pytest.fixture
-async def folder(tmp_path: Path) -> Path:
-    """Return the folder of a correct run of two steps, whose learners were restarted once. The groups of the
-    second were sampled before the first one's update, and one of them was dropped."""
-    add_row(tmp_path, step=0)
-    async with open_box(tmp_path / "store.db") as box:
-        rewards = [await add_group(box, tmp_path, group, 0) for group in range(3)]
+def folder(recorded: Path, tmp_path: Path) -> Path:
+    """Return a copy of the folder of a correct run."""
+    shutil.copytree(recorded, tmp_path, dirs_exist_ok=True)
+    return tmp_path
+
+
+async def record_run(folder: Path) -> None:
+    """Record a correct run of two steps, whose learners were restarted once. The groups of the second were
+    sampled before the first one's update, and one of them was dropped."""
+    add_row(folder, step=0)
+    async with open_box(folder / "store.db") as box:
+        rewards = [await add_group(box, folder, group, 0) for group in range(3)]
         for step, groups in GROUPS.items():
             await box.store.record_step("abc", step, groups)
             trained = rewards[groups.trained[0]]
             batch = {"rewards": trained, "version": step - 1, "oldest": 0, "driver": 1}
-            append(tmp_path / BATCHES, batch)
-            append(tmp_path / BATCHES, {"loaded": step - 1, "driver": 1})
-            append(tmp_path / BATCHES, batch)
+            append(folder / BATCHES, batch)
+            append(folder / BATCHES, {"loaded": step - 1, "driver": 1})
+            append(folder / BATCHES, batch)
             ledger = {"trained": step * TOKENS, "dropped": TOKENS if step == 2 else 0}
             mean = sum(trained.values()) / len(trained)
-            add_row(tmp_path, ledger, **{"step": step, "train/reward": mean, "weights/version": step})
-            await add_rollout(box, tmp_path, f"abc-val-{step}-0-0", step)
+            add_row(folder, ledger, **{"step": step, "train/reward": mean, "weights/version": step})
+            await add_rollout(box, folder, f"abc-val-{step}-0-0", step)
     summary = {"steps": PLAN.steps, "rollouts": len(ROLLOUTS) + 2, "rollouts_failed": 0, "rollouts_lost": 0}
-    (tmp_path / "summary.json").write_text(json.dumps(summary))
-    return tmp_path
+    (folder / "summary.json").write_text(json.dumps(summary))
 
 
 def add_row(folder: Path, ledger: dict | None = None, **row: float) -> None:

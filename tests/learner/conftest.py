@@ -1,12 +1,28 @@
-"""A process group for tests of one learner rank."""
+"""A process group for tests of one learner rank, and one check of the starter model."""
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 
 import pytest
 import torch
 import torch.distributed as dist
+
+
+@pytest.fixture(autouse=True, scope="session")
+def starter_model_is_checked_once() -> Iterator[None]:
+    """Check the starter model before its first policy only: a check takes as long as an update."""
+    from raylight.learner.model import engines
+    from raylight.quickstart import STARTER_MODEL
+
+    check = engines.check_model
+    checked = functools.cache(check)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(
+            engines, "check_model", lambda path: (checked if path == STARTER_MODEL else check)(path)
+        )
+        yield
 
 
 @pytest.fixture(scope="module")

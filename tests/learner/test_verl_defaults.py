@@ -19,9 +19,14 @@ from raylight.learner import verl_api
 ABSENT = object()
 
 
+@pytest.fixture(scope="module")
+def defaults() -> Any:
+    return OmegaConf.to_container(verl_defaults(), resolve=False)
+
+
 @pytest.mark.parametrize("key", sorted(KEYS.keys() - set(NOT_IN_VERL)))
-def test_verl_has_the_key(key: str) -> None:
-    node: Any = OmegaConf.to_container(verl_defaults(), resolve=False)
+def test_verl_has_the_key(key: str, defaults: Any) -> None:
+    node = defaults
     for name in key.split("."):
         assert name in node, f"verl's defaults have no {key}"
         node = node[name]

@@ -72,7 +72,7 @@ def test_an_adapter_is_kept_alive_but_a_trainer_is_not() -> None:
     algorithm = Silent()
     algorithm.set_adapter(Names())
     algorithm.set_trainer(Trainer())
-    gc.collect()
+    gc.collect(1)  # the objects of this test
     assert isinstance(algorithm.get_adapter(), Names)
     with pytest.raises(
         ConfigError, match="the trainer of Silent has been garbage-collected; keep a reference"

@@ -126,6 +126,7 @@ async def test_packing_has_a_deadline_of_its_own(monkeypatch: pytest.MonkeyPatch
         await sandbox.stop()
 
 
+@pytest.mark.slow("CI's step with sandboxes runs it each time")
 @pytest.mark.parametrize(("place", "reward"), [("fresh", 0.0), ("agent", 1.0)])
 async def test_an_agent_in_a_container_changes_programs_of_its_own_only(
     podman_image: str, place: Any, reward: float
@@ -135,6 +136,7 @@ async def test_an_agent_in_a_container_changes_programs_of_its_own_only(
     assert await reward_of(forge, judge, f"podman:{podman_image}") == reward
 
 
+@pytest.mark.slow("CI's step with sandboxes runs it each time")
 async def test_files_of_an_image_that_the_agent_removed_stay_removed(podman_image: str) -> None:
     agent = CommandAgent(
         ["sh", "-c", "rm wget; echo 1 > new"],

@@ -64,6 +64,7 @@ async def test_any_command_in_a_sandbox_without_images(tmp_path: Path, sandbox: 
         assert (outcome, find_final_reward(spans)) == (Outcome("succeeded"), reward)
 
 
+@pytest.mark.slow("CI's step with sandboxes runs it each time")
 async def test_a_container_is_built_from_the_tasks_dockerfile(tmp_path: Path, podman_image: str) -> None:
     (task,) = make(tmp_path / "task", podman_image)
     outcome, spans = await run(agent("podman"), task)

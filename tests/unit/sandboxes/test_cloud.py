@@ -65,12 +65,12 @@ async def test_a_cloud_sandbox(backend: str, cloud: FakeCloud) -> None:
 async def test_a_program_ends_at_its_limit(
     backend: str, cloud: FakeCloud, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(cloud_module, "WAIT_S", 0.2)  # so that several calls wait
+    monkeypatch.setattr(cloud_module, "WAIT_S", 0.1)  # so that several calls wait
     sandbox = SandboxSpec(backend, "x").create()
     async with within(60):
         await sandbox.start()
         program = ["sh", "-c", "echo $$; exec sleep 4321"]
-        ended = await sandbox.exec(program, timeout_s=0.5)
+        ended = await sandbox.exec(program, timeout_s=0.3)
         assert (ended.status, ended.timed_out) == (-15, True)
         assert not alive(int(ended.stdout))
         await sandbox.exec(["sh", "-c", "sleep 4322 & echo $! > server"])

@@ -49,6 +49,7 @@ async def test_a_container_is_a_sandbox(make_sandbox: Callable) -> None:
     assert name not in (await asyncio.to_thread(podman, "ps", "--all")).stdout
 
 
+@pytest.mark.slow("CI's step with sandboxes runs it each time")
 async def test_a_program_ends_at_its_limit_and_a_server_stays(make_sandbox: Callable) -> None:
     sandbox = await make_sandbox()
     await sandbox.exec(["sh", "-c", "setsid sleep 1234 > /dev/null 2>&1 &"])
@@ -59,6 +60,7 @@ async def test_a_program_ends_at_its_limit_and_a_server_stays(make_sandbox: Call
     assert "sleep 1234" in processes
 
 
+@pytest.mark.slow("CI's step with sandboxes runs it each time")
 async def test_a_cancelled_program_ends(make_sandbox: Callable) -> None:
     sandbox = await make_sandbox()
     work = asyncio.create_task(sandbox.exec(["sh", "-c", "echo > started; exec sleep 4321"]))
@@ -71,12 +73,14 @@ async def test_a_cancelled_program_ends(make_sandbox: Callable) -> None:
         assert "sleep 4321" not in (await sandbox.exec(["ps"])).stdout
 
 
+@pytest.mark.slow("CI's step with sandboxes runs it each time")
 async def test_the_number_of_processes_is_limited(make_sandbox: Callable) -> None:
     sandbox = await make_sandbox(processes=20)
     bomb = "n=0; while [ $n -lt 60 ]; do sleep 30 & n=$((n+1)); done; wait"
     assert "fork" in (await sandbox.exec(["sh", "-c", bomb], timeout_s=20)).stderr
 
 
+@pytest.mark.slow("CI's step with sandboxes runs it each time")
 @pytest.mark.parametrize("network", [True, False])
 async def test_the_model_is_reached_with_and_without_a_network(make_sandbox: Callable, network: bool) -> None:
     # the relay of a sandbox without a network needs a Python, here that of the machine
@@ -98,6 +102,7 @@ async def test_an_image_that_is_not_there_is_an_error(podman_image: str) -> None
         await sandbox.start()
 
 
+@pytest.mark.slow("CI's step with sandboxes runs it each time")
 async def test_an_image_is_built_from_a_folder(podman_image: str, tmp_path: Path) -> None:
     (tmp_path / "given").write_text("given")
     (tmp_path / "Dockerfile").write_text(f"FROM {podman_image}\nCOPY given /app/given\n")
@@ -115,6 +120,7 @@ async def test_an_image_is_built_from_a_folder(podman_image: str, tmp_path: Path
         await PodmanSandbox.build(tmp_path)
 
 
+@pytest.mark.slow("CI's step with sandboxes runs it each time")
 async def test_a_container_without_its_runner_is_removed(
     make_sandbox: Callable, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -102,6 +102,7 @@ async def test_programs_work_in_a_folder_there(make_sandbox: Callable) -> None:
     assert not await asyncio.to_thread(folder.exists)
 
 
+@pytest.mark.slow("CI's step with sandboxes runs it each time")
 async def test_programs_end_with_what_they_started(make_sandbox: Callable) -> None:
     sandbox = await make_sandbox()
     mark = f"sleep 7{os.getpid()}"
@@ -118,12 +119,14 @@ async def test_programs_end_with_what_they_started(make_sandbox: Callable) -> No
     assert (await sandbox.exec(["pgrep", "-f", f"^{mark}"])).stdout == ""
 
 
+@pytest.mark.slow("CI's step with sandboxes runs it each time")
 async def test_limits_hold(make_sandbox: Callable) -> None:
     sandbox = await make_sandbox(file_mb=1, memory_mb=300)
     await sandbox.exec(["sh", "-c", "head -c 3000000 /dev/zero > big"])
     assert (await sandbox.exec(["wc", "-c", "big"])).stdout.split()[0] == str(2**20)
 
 
+@pytest.mark.slow("CI's step with sandboxes runs it each time")
 async def test_the_model_is_reached_through_the_connection(make_sandbox: Callable) -> None:
     sandbox = await make_sandbox()
     fetch = "import sys, urllib.request as u; print(u.urlopen(sys.argv[1], timeout=20).read().decode())"

@@ -53,7 +53,7 @@ def test_clients_that_sent_nothing_for_long_are_dropped(journal: Journal) -> Non
     assert messages.find("short-0", 1) is None
 
 
-def test_thousands_of_event_loops_leave_a_bounded_table(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hundreds_of_event_loops_leave_a_bounded_table(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(answered_messages, "PRUNE_EVERY", 50)
 
     async def open_store() -> StoreService:
@@ -63,7 +63,7 @@ def test_thousands_of_event_loops_leave_a_bounded_table(monkeypatch: pytest.Monk
 
     service = asyncio.run(open_store())
     client = StoreClient(service)
-    for _ in range(2_000):
+    for _ in range(300):
         asyncio.run(client.update_worker("w"))
         assert n_clients(service._journal) <= 70
     asyncio.run(service.close())

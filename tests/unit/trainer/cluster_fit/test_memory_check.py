@@ -2,7 +2,6 @@
 
 import os
 from dataclasses import dataclass, replace
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -27,12 +26,12 @@ from raylight.trainer.spec.settings import (
 )
 
 
-@pytest.fixture
-def model(tmp_path: Path) -> str:
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
     """Return the folder of a model with 500 million parameters, whose weights are a hole in a file."""
     from transformers import Qwen2Config
 
-    folder = tmp_path / "model"
+    folder = tmp_path_factory.mktemp("model")
     Qwen2Config(
         vocab_size=150_000,
         hidden_size=896,

@@ -83,6 +83,11 @@ def test_every_group_is_trained_once(staleness: int, stale: str, seed: int, tmp_
         assert taken == list(range(STEPS * TASKS))
 
 
+every_mode = pytest.mark.parametrize(
+    "stale", ["wait", pytest.param("drop", marks=pytest.mark.slow("the other modes show it")), "mask"]
+)
+
+
 @pytest.mark.parametrize("stale", ["wait", "mask"])
 def test_learners_leave_nodes_that_drain(stale: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(learner_ranks, "remove_placement_group", lambda placement: None)
@@ -92,7 +97,7 @@ def test_learners_leave_nodes_that_drain(stale: str, tmp_path: Path, monkeypatch
     assert (world.places, max(world.sampled.values())) == (["elsewhere"] * 2, 1)
 
 
-@pytest.mark.parametrize("stale", ["wait", "drop", "mask"])
+@every_mode
 @pytest.mark.parametrize(
     "deaths",
     [[20, 47, 60], *(pytest.param(ends, marks=pytest.mark.slow) for ends in [[3], [30], [50, 51], [85]])],
@@ -108,7 +113,7 @@ def test_a_driver_that_dies_with_a_full_buffer_loses_nothing(
     assert max(world.sampled.values()) == 1
 
 
-@pytest.mark.parametrize("stale", ["wait", "drop", "mask"])
+@every_mode
 @pytest.mark.parametrize(
     "faults",
     [{2: 1, 7: 1}, *(pytest.param(lost, marks=pytest.mark.slow) for lost in [{0: 1}, {4: 1}, {6: 2}])],
@@ -124,7 +129,7 @@ def test_learners_that_are_lost_come_to_where_they_were(
     assert rows[-1]["learner/restarts"] == sum(faults.values())
 
 
-@pytest.mark.parametrize("stale", ["wait", "drop", "mask"])
+@every_mode
 @pytest.mark.parametrize("seed", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_groups_that_an_outage_affects_are_sampled_again(seed: int, stale: str, tmp_path: Path) -> None:
     """Also those that are being read, and those that the next step drops."""

@@ -131,9 +131,7 @@ def random_life(seed: int, world: World) -> tuple[list[int], dict[str, Any]]:
     return deaths, settings | {"rollout": limits, "failure_reward": draw.choice([None, -1.0])}
 
 
-@pytest.mark.parametrize(
-    "seed", [*range(2), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(2, 100))]
-)
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(1, 100))])
 def test_the_ledger_closes_and_each_group_is_taken_once(
     seed: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

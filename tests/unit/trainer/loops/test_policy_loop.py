@@ -74,7 +74,16 @@ def test_learners_that_are_lost_come_to_where_they_were(
     assert rows[-1]["learner/restarts"] == sum({4: 1, 6: 2, 2: 1, 7: 1, 0: 1}[v] for v in world.faults)
 
 
-@pytest.mark.parametrize("drains_at", [{0: True}, {13: True}, {13: False, 21: True, 60: True}, {40: False}])
+@pytest.mark.parametrize(
+    "drains_at",
+    [
+        {13: False, 21: True, 60: True},
+        *(
+            pytest.param(drains, marks=pytest.mark.slow("three drains show it"))
+            for drains in [{0: True}, {13: True}, {40: False}]
+        ),
+    ],
+)
 def test_learners_leave_a_node_that_drains(
     drains_at: dict[int, bool], world: World, undisturbed: tuple, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -106,7 +115,16 @@ def test_learners_that_are_lost_with_the_only_replica_are_restarted_at_once(
     assert rows[-1]["learner/restarts"] == 1
 
 
-@pytest.mark.parametrize("phase", ["val-0", "train-2", "train-5", "val-4"])
+@pytest.mark.parametrize(
+    "phase",
+    [
+        *("val-0", "train-5"),
+        *(
+            pytest.param(phase, marks=pytest.mark.slow("a phase of each kind shows it"))
+            for phase in ("train-2", "val-4")
+        ),
+    ],
+)
 def test_a_resumed_run_runs_again_what_the_infrastructure_failed(
     phase: str, world: World, undisturbed: tuple
 ):

@@ -204,7 +204,13 @@ def test_steps_take_rewarded_sessions(seed: int, stale: str, tmp_path: Path) -> 
     assert sum(dropped.values()) >= len(taken_by(world)[1])
 
 
-@pytest.mark.parametrize(("stale", "least", "most"), [("drop", 0.0, 0.0), ("mask", 0.08, 0.35)])
+@pytest.mark.parametrize(
+    ("stale", "least", "most"),
+    [
+        pytest.param("drop", 0.0, 0.0, marks=pytest.mark.slow("sessions that are masked show it")),
+        ("mask", 0.08, 0.35),
+    ],
+)
 def test_long_sessions_are_trained(stale: str, least: float, most: float, tmp_path: Path) -> None:
     """A fifth of the sessions goes on over four updates, twice as many as tokens may be old."""
     outside = Outside(4, {"rewarded": 4, "long": 1})
