@@ -222,7 +222,8 @@ def ray_head() -> Iterator[Cluster]:
         "--disable-usage-stats",
         f"--dashboard-agent-listen-port={free_port()}",
     ]
-    subprocess.run([str(BIN / "ray"), "get-auth-token", "--generate"], check=True, capture_output=True)
+    if not (Path.home() / ".ray" / "auth_token").exists():
+        subprocess.run([str(BIN / "ray"), "get-auth-token", "--generate"], check=True, capture_output=True)
     environment = {CLUSTER_VARIABLE: str(port)}
     head = None
     try:

@@ -7,7 +7,6 @@ import policy_set_ranks
 import pytest
 import state_ranks
 import torch
-from rank_processes import run_ranks
 from ranks import PROBE
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from typer.testing import CliRunner
@@ -32,7 +31,7 @@ def logprobs(model, ids: list[int]) -> list[float]:
 @pytest.mark.parametrize("kind", [pytest.param("full", marks=pytest.mark.slow), "lora"])
 def test_an_exported_state_has_the_logprobs_of_the_policy(kind: str, tmp_path: Path):
     states = tmp_path / "state"
-    expected = run_ranks(state_ranks.main, 1, str(tmp_path / "meet"), str(states), kind, 0, 2)[0]["probe"]
+    expected = state_ranks.main(0, 1, str(tmp_path / "meet"), str(states), kind, 0, 2)["probe"]
 
     assert export(str(states), str(tmp_path / "model")) is None
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype=torch.float32)
@@ -67,7 +66,7 @@ def several(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, l
     folder = tmp_path_factory.mktemp("several")
     states, models = str(folder / "state"), folder / "models"
     content = TrainingStates(states).new_content(1)
-    _, expected = run_ranks(policy_set_ranks.main, 1, str(folder / "meet"), states, content)[0]
+    _, expected = policy_set_ranks.main(0, 1, str(folder / "meet"), states, content)
     assert export(states, str(models)) is None
     return models, expected
 
