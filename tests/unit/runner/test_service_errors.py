@@ -128,7 +128,7 @@ class Ingress(BaseHTTPRequestHandler):
 @pytest.fixture(scope="module")
 def ingress() -> Iterator[str]:
     server = ThreadingHTTPServer(("127.0.0.1", 0), Ingress)
-    thread = threading.Thread(target=server.serve_forever, daemon=True)
+    thread = threading.Thread(target=server.serve_forever, args=(0.05,), daemon=True)
     thread.start()
     yield f"http://127.0.0.1:{server.server_address[1]}"
     server.shutdown()

@@ -58,7 +58,7 @@ def serving() -> Iterator[int]:
     """Serve one replica's port during the block."""
     with ThreadingHTTPServer(("127.0.0.1", 0), Answer) as server:
         server.handle_error = lambda request, address: None  # health checks close early
-        threading.Thread(target=server.serve_forever, daemon=True).start()
+        threading.Thread(target=server.serve_forever, args=(0.05,), daemon=True).start()
         try:
             yield server.server_address[1]
         finally:
@@ -258,7 +258,7 @@ def small_ingress(ingress: Ingress) -> Ingress:
 
 @pytest.fixture
 def short_header_timeout(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(launcher, "HEADER_TIMEOUT_S", 2)
+    monkeypatch.setattr(launcher, "HEADER_TIMEOUT_S", 1)
 
 
 @pytest.mark.usefixtures("short_header_timeout")

@@ -55,7 +55,7 @@ class Handler(BaseHTTPRequestHandler):
 @pytest.fixture
 def ingress() -> Iterator[Ingress]:
     server = Ingress()
-    thread = threading.Thread(target=server.serve_forever, daemon=True)
+    thread = threading.Thread(target=server.serve_forever, args=(0.05,), daemon=True)
     thread.start()
     yield server
     server.held.set()

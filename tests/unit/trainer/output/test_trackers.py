@@ -191,7 +191,7 @@ def test_otlp_sends_the_metrics_of_each_step_and_reports_an_endpoint_that_reject
         def log_message(self, *args: Any) -> None: ...
 
     with HTTPServer(("127.0.0.1", 0), Collector) as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
+        threading.Thread(target=server.serve_forever, args=(0.05,), daemon=True).start()
         url = f"http://127.0.0.1:{server.server_port}/v1/metrics"
         display = RecordingDisplay()
         loggers = find_loggers([{"type": "otlp", "endpoint": url}])
