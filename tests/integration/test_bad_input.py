@@ -113,9 +113,9 @@ def test_failures_on_some_tasks_are_counted_and_not_trained(cluster: Cluster, tm
 
 def test_more_learners_than_the_cluster_can_place(cluster: Cluster, tmp_path: Path) -> None:
     with pytest.raises(
-        errors.PlacementError, match=r"cannot place 64 x 0.5 CPU .* within 3 s .*; it has 2 CPU"
+        errors.PlacementError, match=r"cannot place 64 x 0.5 CPU .* within 1 s .*; it has 2 CPU"
     ):
-        fit(adder, tmp_path, learner={"n": 64, "placement_timeout_s": 3})
+        fit(adder, tmp_path, learner={"n": 64, "placement_timeout_s": 1})
     cluster.assert_clean()
 
 

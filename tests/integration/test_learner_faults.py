@@ -247,4 +247,4 @@ def test_an_impossible_placement_is_reported_with_the_reason(
 ) -> None:
     config = LearnerConfig(n=learners, num_cpus=cpus, strategy=strategy)
     with pytest.raises(PlacementError, match=message):
-        asyncio.run(reserve("gang", bundles(config), config.strategy, 2))
+        asyncio.run(reserve("gang", bundles(config), config.strategy, 1))
