@@ -1,5 +1,6 @@
 """Spans from other processes, sent to an attempt's address with its key, or with the run's secret."""
 
+import json
 from typing import Any
 
 import httpx
@@ -14,10 +15,11 @@ from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
 from raylight.agent.attempt_keys import attempt_key, attempt_path
+from raylight.errors import StoreLostError
 from raylight.semconv import ATTEMPT_ID, ROLLOUT_ID
 from raylight.store.client import StoreClient
 from raylight.store.service import StoreService
-from raylight.types import Rollout
+from raylight.types import Rollout, Span
 
 TRACES = "/v1/traces"
 
@@ -27,7 +29,13 @@ class Site:
 
     def __init__(self) -> None:
         self.store = StoreClient(StoreService())
-        self.client = Gated(sink=self.store.add_many_spans).client
+        self.lost = False
+        self.client = Gated(sink=self.add_spans).client
+
+    async def add_spans(self, spans: list[Span]) -> None:
+        if self.lost:
+            raise StoreLostError("gone")
+        await self.store.add_many_spans(spans)
 
     async def post(
         self, path: str, key: str, spans: list[dict[str, Any]] | bytes, **resource: str
@@ -147,6 +155,18 @@ async def test_a_key_that_does_not_fit_stores_nothing(site: Site, where: str, ke
     answer = await site.post(path, real, [a_span("x")], **keyed(rollout))
     assert answer.status_code == 401
     assert await site.names(rollout) == []
+
+
+async def test_an_exporter_is_told_to_come_back_while_the_store_is_down(site: Site) -> None:
+    """In the shape of OTLP, not in that of a dialect."""
+    rollout = await site.store.start_rollout(1)
+    site.lost = True
+    answer = await site.post(TRACES, SECRET, [a_span("x")], **keyed(rollout))
+    assert (answer.status_code, "retry-after" in answer.headers) == (503, True)
+    assert "again" in json.loads(answer.content)["message"]
+    site.lost = False
+    assert (await site.post(TRACES, SECRET, [a_span("x")], **keyed(rollout))).status_code == 200
+    assert await site.names(rollout) == ["x"]
 
 
 async def test_spans_have_a_key_of_their_own(site: Site) -> None:
