@@ -289,7 +289,7 @@ def sampling(key: str, read: MergedConfig) -> JsonObject:
 def runs_folder(key: str, read: MergedConfig) -> str:
     """Return the folder for the runs of a project, of an experiment, or of an experiment of a project."""
     names = [read(name) for name in ("trainer.project_name", "trainer.experiment_name") if read.is_set(name)]
-    return "/".join(["outputs", *names])
+    return "/".join(["outputs", *map(str, names)])
 
 
 def trackers(key: str, read: MergedConfig) -> Any:

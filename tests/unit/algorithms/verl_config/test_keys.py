@@ -255,6 +255,7 @@ CHANGES: list[tuple[str, Any, dict[str, Any], dict[str, Any]]] = [
     (f"{T}.default_local_dir", "runs/mine", {"run.output_dir": "runs/mine"}, {}),
     (f"{T}.project_name", "mine", {"run.outputs": "outputs/mine"}, {}),
     (f"{T}.experiment_name", "one", {"run.outputs": "outputs/one"}, {}),
+    (f"{T}.experiment_name", 7, {"run.outputs": "outputs/7"}, {}),
 ]
 TESTED_ELSEWHERE = {f"{ROLLOUT}.name", f"{T}.logger"}
 """Keys with tests of their own."""
