@@ -21,7 +21,7 @@ VARIANTS = {
     "ulysses": {"packed": True, "ulysses": 2},
     "ulysses-split": {"packed": True, "ulysses": 2, "max_tokens_per_micro_batch": 9},
 }
-QUICK = ("tight", "lora", "ulysses-split")
+QUICK = ("tight", "tight-no-sync", "replicated", "lora", "ulysses-split")
 MOVED = ("padded", "packed", "tight")
 SETTINGS = {"lr": 1e-3, "max_logprob_mismatch": 1e-3, "kl_coef": 0.01}
 
