@@ -8,6 +8,7 @@ import cloudpickle
 import pytest
 import torch
 import torch.distributed as dist
+from answer_rows import answer_logprobs, answer_row
 from docs_snippets import DOCS, snippet
 from page_tables import code, tables
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -18,7 +19,6 @@ from raylight.experience.settings.advantages import ADVANTAGES
 from raylight.experience.settings.losses import LOSSES
 from raylight.experience.settings.policy_settings import PolicySettings
 from raylight.quickstart import STARTER_MODEL
-from raylight.types import Trajectory
 
 PAGE = DOCS / "algorithms" / "custom.md"
 PAIRS = [(12, 34), (12, 34), (12, 34), (51, 27), (51, 27), (51, 27)]
@@ -42,12 +42,6 @@ def one_rank(tmp_path: Path) -> Iterator[None]:
     dist.destroy_process_group()
 
 
-def logprobs(model: torch.nn.Module, prompt: list[int], answer: list[int]) -> torch.Tensor:
-    """Return the log-probs of the answer's tokens, computed by plain transformers."""
-    logits = model(torch.tensor([prompt + answer])).logits[0, len(prompt) - 1 : -1]
-    return logits.log_softmax(-1).gather(-1, torch.tensor(answer)[:, None])[:, 0]
-
-
 @torch.no_grad()
 def test_the_policy_favours_answers_that_win_duels(names: dict[str, Any], one_rank: None) -> None:
     from raylight.learner.updates.policy import Policy
@@ -60,16 +54,10 @@ def test_the_policy_favours_answers_that_win_duels(names: dict[str, Any], one_ra
         tokenizer.encode(f"<|im_start|>user\n{a}+{b}=<|im_end|>\n<|im_start|>assistant\n") for a, b in PAIRS
     ]
     answers = [tokenizer.encode(text + "<|im_end|>") for text in ANSWERS]
-    before = [logprobs(model, *pair) for pair in zip(prompts, answers, strict=True)]
+    before = [answer_logprobs(model, *pair) for pair in zip(prompts, answers, strict=True)]
     rows = [
-        Trajectory(
-            str(i),
-            p + a,
-            [0] * len(p) + [1] * len(a),
-            [0.0] * len(p) + lp.tolist(),
-            [-1] * len(p) + [0] * len(a),
-        )
-        for i, (p, a, lp) in enumerate(zip(prompts, answers, before, strict=True))
+        answer_row(str(i), prompt, answer, known.tolist())
+        for i, (prompt, answer, known) in enumerate(zip(prompts, answers, before, strict=True))
     ]
     settings = PolicySettings(
         **{field: getattr(names["algorithm"], field) for field in PolicySettings.model_fields} | {"lr": 5e-5}
@@ -86,7 +74,7 @@ def test_the_policy_favours_answers_that_win_duels(names: dict[str, Any], one_ra
     assert metrics["learner/grad_norm"] > 0
     weights = policy.export()
     model.load_state_dict({name: torch.from_numpy(array) for name, array in weights.items()})
-    after = [logprobs(model, *pair) for pair in zip(prompts, answers, strict=True)]
+    after = [answer_logprobs(model, *pair) for pair in zip(prompts, answers, strict=True)]
     gained = [float((b - a).sum()) for a, b in zip(before, after, strict=True)]
     assert gained[0] > gained[2], gained
     assert gained[3] > max(gained[4:]), gained

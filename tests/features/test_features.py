@@ -19,7 +19,6 @@ from raylight.semconv import PROMPT_SOURCE
 CHAT_LIKE = ("chat", "responses", "messages")
 EVERY = ("chat", "completions", "responses", "messages")
 OPENAI = ("chat", "completions")
-TOOL_FEATURES = ("tool call", "tool call, streamed", "named tool", "parallel tool calls", "tool results")
 PIXEL = (
     "data:image/png;base64,"
     "iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAYAAAAfFcSJAAAADUlEQVR42mNk+M9QDwADhgGAWjR9awAAAABJRU5ErkJggg=="

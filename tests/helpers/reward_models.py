@@ -29,20 +29,13 @@ def build_reward_model(folder: Path, seed: int = 0, **config: Any) -> str:
     return str(folder)
 
 
-def plain_scores(
-    path: str, conversations: list[list[dict[str, Any]]], most_tokens: int | None = None
-) -> list[float]:
-    """Return the scores by plain transformers, one conversation at a time.
-
-    Args:
-        most_tokens: number of the last tokens that are scored.
-    """
+def plain_scores(path: str, conversations: list[list[dict[str, Any]]]) -> list[float]:
+    """Return the scores by plain transformers, one conversation at a time."""
     tokenizer = AutoTokenizer.from_pretrained(path)
     model = AutoModelForSequenceClassification.from_pretrained(path, dtype=torch.float32).eval()
     scores = []
     for messages in conversations:
         ids = tokenizer.apply_chat_template(messages, return_tensors="pt", return_dict=True)
-        ids = {name: row[:, -(most_tokens or 0) :] for name, row in ids.items()}
         with torch.inference_mode():
             scores.append(float(model(**ids).logits[0, 0]))
     return scores

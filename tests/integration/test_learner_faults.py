@@ -12,6 +12,7 @@ from typing import Any
 
 import psutil
 import pytest
+from answer_rows import answer_row
 
 from raylight.config import LearnerConfig
 from raylight.errors import LearnerError, LearnerLostError, LearnerMemoryError, PlacementError
@@ -21,7 +22,6 @@ from raylight.learner.ranks.actor import LearnerActor
 from raylight.learner.ranks.group import LearnerGroup, bundles
 from raylight.quickstart import STARTER_MODEL
 from raylight.trainer.ray_session.connection import reserve
-from raylight.types import Trajectory
 
 SETTINGS = PolicySettings(lr=1e-3, max_logprob_mismatch=1e9)
 LIMIT_S = 30.0
@@ -30,16 +30,7 @@ LIMIT_S = 30.0
 def make_batch(answer: int = 4) -> TrainBatch:
     """Return four rollouts in two groups, with `answer` response tokens each."""
     prompt = [258, 84, 82, 68]
-    rows = [
-        Trajectory(
-            str(i),
-            prompt + [20 + i] * answer,
-            [0] * 4 + [1] * answer,
-            [0.0] * 4 + [-5.0] * answer,
-            [-1] * 4 + [0] * answer,
-        )
-        for i in range(4)
-    ]
+    rows = [answer_row(str(i), prompt, [20 + i] * answer, [-5.0] * answer) for i in range(4)]
     return TrainBatch([1.0, 0.0, 0.0, 1.0], ["a", "a", "b", "b"], rows, [0, 1, 2, 3])
 
 

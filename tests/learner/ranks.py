@@ -4,12 +4,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from answer_rows import answer_logprobs, answer_row
 
 from raylight.config import LearnerConfig
 from raylight.experience.batches.batch import TrainBatch
 from raylight.experience.settings.policy_settings import PolicySettings
 from raylight.quickstart import STARTER_MODEL
-from raylight.types import Trajectory
 
 PROMPTS = [[258, 84, 82, 68, 81, 198, 20 + i, 10, 21, 28, 256, 198] for i in range(8)]
 ANSWERS = [[20 + i % 3, 21] + [22] * (i % 4) + [256] for i in range(8)]
@@ -18,13 +18,7 @@ ANSWERS = [[20 + i % 3, 21] + [22] * (i % 4) + [256] for i in range(8)]
 def make_batch(logprobs: list[list[float]], version: int = 0) -> TrainBatch:
     """Eight rollouts in two groups; the rewards of each group differ, and so do the lengths of the rows."""
     rows = [
-        Trajectory(
-            str(i),
-            prompt + answer,
-            [0] * len(prompt) + [1] * len(answer),
-            [0.0] * len(prompt) + logprobs[i],
-            [-1] * len(prompt) + [version] * len(answer),
-        )
+        answer_row(str(i), prompt, answer, logprobs[i], version)
         for i, (prompt, answer) in enumerate(zip(PROMPTS, ANSWERS, strict=True))
     ]
     return TrainBatch(
@@ -34,11 +28,7 @@ def make_batch(logprobs: list[list[float]], version: int = 0) -> TrainBatch:
 
 def plain_logprobs(model: torch.nn.Module) -> list[torch.Tensor]:
     """Log-probs of the answers' tokens by plain transformers."""
-    found = []
-    for prompt, answer in zip(PROMPTS, ANSWERS, strict=True):
-        logits = model(torch.tensor([prompt + answer])).logits[0, len(prompt) - 1 : -1]
-        found.append(logits.log_softmax(-1).gather(-1, torch.tensor(answer)[:, None])[:, 0])
-    return found
+    return [answer_logprobs(model, *pair) for pair in zip(PROMPTS, ANSWERS, strict=True)]
 
 
 PROBE = [90, 84, 82, 68, 81, 20, 31, 77]
@@ -47,8 +37,7 @@ PROBE = [90, 84, 82, 68, 81, 20, 31, 77]
 def plain_probe(model: torch.nn.Module) -> list[float]:
     """Log-probs of PROBE[1:] by plain transformers."""
     with torch.no_grad():
-        logits = model(torch.tensor([PROBE])).logits[0, :-1]
-    return logits.log_softmax(-1).gather(-1, torch.tensor(PROBE[1:])[:, None])[:, 0].tolist()
+        return answer_logprobs(model, PROBE[:1], PROBE[1:]).tolist()
 
 
 def main(

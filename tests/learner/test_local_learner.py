@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import ANSWERS, PROBE, PROMPTS, make_batch, plain_logprobs
+from ranks import ANSWERS, PROBE, PROMPTS, make_batch, plain_logprobs, plain_probe
 from transformers import AutoModelForCausalLM
 
 import raylight as rl
@@ -194,10 +194,7 @@ async def test_the_saved_model_has_the_adapter_merged_and_beside_it(tmp_path: Pa
     base = AutoModelForCausalLM.from_pretrained(STARTER_MODEL)
     adapted = PeftModel.from_pretrained(base, tmp_path / "checkpoint" / "adapter")
     for model in (merged, adapted):
-        with torch.no_grad():
-            logits = model(torch.tensor([PROBE])).logits[0, :-1]
-        found = logits.log_softmax(-1).gather(-1, torch.tensor(PROBE[1:])[:, None])[:, 0]
-        assert found.tolist() == pytest.approx(expected, abs=1e-4)
+        assert plain_probe(model) == pytest.approx(expected, abs=1e-4)
 
 
 async def test_failures_leave_an_engine_that_samples() -> None:

@@ -6,12 +6,13 @@ import inspect
 from typing import Any
 
 import torch
+from answer_rows import answer_row
 from image_helpers import make_image
 
 from raylight.experience.batches.batch import TrainBatch
 from raylight.images.image import Image
 from raylight.images.model_inputs import ModelImages
-from raylight.types import PlacedImage, Trajectory
+from raylight.types import PlacedImage
 
 SQUARE, WIDE = make_image("red"), make_image("blue", (64, 40))
 SHOWN: list[list[Image]] = [[SQUARE], [WIDE, SQUARE], [], [WIDE], [SQUARE]]
@@ -54,19 +55,9 @@ def make_batch(images: ModelImages, logprobs: list[list[float]], shown: Any = No
     """
     rows = []
     for number, ((prompt, places), answer) in enumerate(zip(make_prompts(images), ANSWERS, strict=True)):
-        before = len(prompt)
         if shown is not None:
             own = {SQUARE.sha256: shown.sha256}
             places = tuple(place._replace(sha256=own.get(place.sha256, place.sha256)) for place in places)
-        rows.append(
-            Trajectory(
-                str(number),
-                prompt + answer,
-                [0] * before + [1] * len(answer),
-                [0.0] * before + logprobs[number],
-                [-1] * before + [0] * len(answer),
-                images=places,
-            )
-        )
+        rows.append(answer_row(str(number), prompt, answer, logprobs[number], images=places))
     files = {image.sha256: image.data for image in (SQUARE, WIDE, shown) if image is not None}
     return TrainBatch([1.0, 0.0, 0.5, 0.2, 0.1], ["g"] * 5, rows, list(range(5)), image_files=files)

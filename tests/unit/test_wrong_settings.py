@@ -339,6 +339,6 @@ def test_a_dataset_without_an_end_is_an_error(monkeypatch: pytest.MonkeyPatch) -
         as_tasks(iter(int, 1), "train_dataset", required=True)
 
 
-def test_a_run_file_with_wrong_numbers(tmp_path: Path) -> None:
+def test_a_run_file_with_wrong_numbers() -> None:
     with pytest.raises(ConfigError, match="seed"):
         RunFile(agent="a:b", algorithm={"name": "GRPO", "model": "m"}, seed=2**40)

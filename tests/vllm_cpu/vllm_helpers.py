@@ -6,34 +6,25 @@ import uuid
 from typing import Any
 
 import torch
+from answer_rows import answer_logprobs
 
 TOLERANCE = 1e-4
 DEADLINE_S = 60.0
 HI = [{"role": "user", "content": "hi"}]
 PREFIX = [5 + i * 7 % 240 for i in range(300)]
 """A prompt of more than two blocks of the cache."""
+expected_logprobs = torch.no_grad()(answer_logprobs)
 
 
 def within(seconds: float = DEADLINE_S) -> Any:
     return asyncio.timeout(seconds)
 
 
-def expected_logprobs(
-    model: Any, prompt: list[int], output: list[int], temperature: float = 1.0
-) -> torch.Tensor:
-    """Return the log-probs of the tokens of `output` in plain transformers."""
-    with torch.no_grad():
-        logits = model(torch.tensor([[*prompt, *output]])).logits[0, len(prompt) - 1 : -1] / temperature
-    return logits.log_softmax(-1).gather(-1, torch.tensor([*output])[:, None])[:, 0]
-
-
 def difference(model: Any, sample: Any, temperature: float = 1.0) -> torch.Tensor:
     """Return the differences of a sample's log-probs to those of plain transformers, per token."""
     assert len(sample.output_ids) == len(sample.logprobs) == len(sample.weight_versions) > 0
-    return (
-        torch.tensor(sample.logprobs)
-        - expected_logprobs(model, sample.prompt_ids, sample.output_ids, temperature)
-    ).abs()
+    expected = expected_logprobs(model, sample.prompt_ids, sample.output_ids, temperature)
+    return (torch.tensor(sample.logprobs) - expected).abs()
 
 
 def change(model: Any, seed: int, scale: float = 0.1) -> dict[str, torch.Tensor]:

@@ -75,7 +75,7 @@ def test_the_longest_folder_that_passes_is_one_in_which_ray_starts() -> None:
 
 @pytest.mark.parametrize("spare", [0, -1])
 def test_a_folder_too_long_for_the_sockets_of_the_dashboard_is_refused(
-    spare: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    spare: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = "/t".ljust(SOCKET_PATH_LENGTH - len(DASHBOARD_SOCKET) - spare, "x")
     monkeypatch.setattr(tempfile, "tempdir", folder)

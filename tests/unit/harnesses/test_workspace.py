@@ -156,7 +156,7 @@ async def test_a_missing_prompt_is_named() -> None:
 # rewards
 
 
-async def test_tests_enter_after_the_agent_has_ended_and_replace_its_own(tmp_path: Path) -> None:
+async def test_tests_enter_after_the_agent_has_ended_and_replace_its_own() -> None:
     tests = {"check.sh": 'test "$(cat answer)" = 42'}
     judge = RewardCommand(["sh", "check.sh"], files=tests)
     for answer, reward in (("42", 1.0), ("7", 0.0)):

@@ -9,6 +9,7 @@ import httpx
 import openai
 import pytest
 import torch
+from answer_rows import answer_logprobs
 from transformers import AutoModelForCausalLM
 from unit_helpers import within
 
@@ -32,8 +33,7 @@ THINKING = HERMES + "{# <think> #}"
 
 @torch.inference_mode()
 def logprobs_of(module: Any, prompt: list[int], output: list[int], temperature: float = 1.0) -> list[float]:
-    logits = module(torch.tensor([prompt + output])).logits[0, len(prompt) - 1 : -1]
-    return (logits / temperature).log_softmax(-1).gather(-1, torch.tensor(output)[:, None])[:, 0].tolist()
+    return answer_logprobs(module, prompt, output, temperature).tolist()
 
 
 async def generate_all(

@@ -17,7 +17,7 @@ ROOT = Path(__file__).parents[3]
 PAGE = ROOT / "docs" / "observability.md"
 
 
-def test_the_file_is_what_its_script_generates(tmp_path: Path) -> None:
+def test_the_file_is_what_its_script_generates() -> None:
     script = (ROOT / "scripts" / "generate_board.py").read_text()
     names = {"__name__": "generate_board"}
     exec(compile(script, "generate_board.py", "exec"), names)

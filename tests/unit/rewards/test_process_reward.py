@@ -81,7 +81,7 @@ def test_a_reward_model_of_turns_is_served() -> None:
     assert rl.rewards.each_turn(model, final=other).reward_models == [model, other]
 
 
-def test_what_does_not_fit_is_an_error(tmp_path: Any) -> None:
+def test_what_does_not_fit_is_an_error() -> None:
     for reward, more in ((1.0, {}), (rl.rewards.matches("a"), {"name": ""})):
         with pytest.raises(ConfigError, match="takes group rewards and a name"):
             rl.rewards.each_turn(reward, **more)  # type: ignore[arg-type]

@@ -4,7 +4,6 @@ import asyncio
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import cloudpickle
@@ -231,7 +230,7 @@ def test_a_rubric_that_cannot_be_combined_raises(make: Any) -> None:
         make()
 
 
-def test_the_last_object_of_an_answer_is_read(tmp_path: Path) -> None:
+def test_the_last_object_of_an_answer_is_read() -> None:
     assert find_json('{"a": 1} and then {"b": {"c": 2}} }') == {"b": {"c": 2}}
     with pytest.raises(ValueError, match="no JSON object"):
         find_json("{'a': 1")

@@ -9,7 +9,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from raylight.errors import ConfigError, SandboxError, SandboxUnavailableError
+from raylight.errors import SandboxError, SandboxUnavailableError
 from raylight.sandboxes.container import ApptainerSandbox, runner_id
 from raylight.sandboxes.registry import SandboxSpec
 from raylight.sandboxes.sandbox import SandboxLimits
@@ -145,15 +145,3 @@ async def test_a_tool_that_is_not_installed_is_an_error(
         with pytest.raises(SandboxError, match="apptainer cannot be started"):
             await call()
     assert await asyncio.to_thread(os.listdir, tmp_path) == []
-
-
-@pytest.mark.parametrize(
-    ("limits", "message"),
-    [
-        (SandboxLimits(network=False), "cannot limit network"),
-        (SandboxLimits(file_mb=1), "cannot limit file_mb"),
-    ],
-)
-def test_a_limit_that_cannot_be_enforced_is_an_error(limits: SandboxLimits, message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        SandboxSpec.parse(SandboxSpec("apptainer", "x", limits))

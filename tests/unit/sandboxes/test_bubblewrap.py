@@ -13,10 +13,9 @@ import pytest
 from sandbox_helpers import served_model, starting
 from unit_helpers import until, within
 
-from raylight.errors import ConfigError, SandboxError
+from raylight.errors import SandboxError
 from raylight.sandboxes.bubblewrap import BubblewrapSandbox
 from raylight.sandboxes.exec_sandbox import CHUNK
-from raylight.sandboxes.registry import SandboxSpec
 from raylight.sandboxes.sandbox import SandboxLimits
 
 
@@ -153,8 +152,3 @@ async def test_a_machine_without_it_is_an_error(monkeypatch: pytest.MonkeyPatch)
     with pytest.raises(SandboxError, match="install bubblewrap"):
         await sandbox.start()
     await sandbox.stop()
-
-
-def test_it_has_no_images() -> None:
-    with pytest.raises(ConfigError, match="has no images"):
-        SandboxSpec.parse("bubblewrap:python")

@@ -14,7 +14,7 @@ from cloud_fakes import FAKES, REJECTIONS, FakeCloud, compared_callables
 from sandbox_helpers import alive
 from unit_helpers import until, within
 
-from raylight.errors import ConfigError, SandboxError, SandboxUnavailableError
+from raylight.errors import SandboxError, SandboxUnavailableError
 from raylight.harnesses.rewards import RewardCommand
 from raylight.sandboxes import cloud as cloud_module
 from raylight.sandboxes.registry import SandboxSpec
@@ -164,19 +164,6 @@ async def test_a_package_that_is_not_installed_is_an_error(
     monkeypatch.setattr(cloud_module, "importlib", SimpleNamespace(import_module=not_installed))
     with pytest.raises(SandboxError, match="pip install"):
         await SandboxSpec(backend, "x").create().start()
-
-
-@pytest.mark.parametrize(
-    ("value", "message"),
-    [
-        (SandboxSpec("modal", "x", SandboxLimits(network=False)), "cannot limit network"),
-        (SandboxSpec("e2b", "x", SandboxLimits(memory_mb=1)), "cannot limit memory_mb"),
-        (SandboxSpec("kubernetes", "x", options={"arguments": {"warmpool": "y"}}), "kubernetes:POOL"),
-    ],
-)
-def test_a_wrong_description_is_an_error(value: SandboxSpec, message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        SandboxSpec.parse(value)
 
 
 async def test_limits_and_arguments_reach_the_provider(

@@ -12,7 +12,7 @@ from podman_image import podman
 from sandbox_helpers import served_model, starting
 from unit_helpers import within
 
-from raylight.errors import ConfigError, SandboxError, SandboxUnavailableError
+from raylight.errors import SandboxError, SandboxUnavailableError
 from raylight.sandboxes.container import LABEL, PodmanSandbox
 from raylight.sandboxes.registry import SandboxSpec
 from raylight.sandboxes.sandbox import MAX_STDOUT, SandboxLimits
@@ -191,8 +191,3 @@ async def test_a_tool_that_is_not_installed_is_an_error(monkeypatch: pytest.Monk
     monkeypatch.setattr(PodmanSandbox, "TOOL", "no-such-podman")
     with pytest.raises(SandboxError, match="no-such-podman cannot be started"):
         await PodmanSandbox("x", SandboxLimits()).start()
-
-
-def test_a_wrong_description_is_an_error() -> None:
-    with pytest.raises(ConfigError, match="cannot limit file_mb"):
-        SandboxSpec.parse(SandboxSpec("docker", "x", SandboxLimits(file_mb=1)))

@@ -11,9 +11,8 @@ import pytest
 from sandbox_helpers import alive, starting
 from unit_helpers import until, within
 
-from raylight.errors import ConfigError, SandboxError
+from raylight.errors import SandboxError
 from raylight.sandboxes.process import ProcessSandbox
-from raylight.sandboxes.registry import SandboxSpec
 from raylight.sandboxes.sandbox import MAX_STDOUT, Sandbox, SandboxLimits
 
 
@@ -129,18 +128,3 @@ async def test_of_a_large_output_the_end_is_kept(make_sandbox: Callable) -> None
     result = await sandbox.exec(["/bin/sh", "-c", f"head -c {3 * MAX_STDOUT} /dev/zero; echo end"])
     assert len(result.stdout) == MAX_STDOUT
     assert result.stdout.endswith("\0end\n")
-
-
-@pytest.mark.parametrize("limits", [SandboxLimits(processes=3), SandboxLimits(network=False)])
-def test_a_limit_that_cannot_be_enforced_is_refused(limits: SandboxLimits) -> None:
-    with pytest.raises(ConfigError, match="cannot limit"):
-        SandboxSpec.parse(SandboxSpec("process", limits=limits))
-
-
-@pytest.mark.parametrize(
-    ("value", "message"),
-    [("procces", "unknown"), ("process:python", "no images"), (3, "give a text"), ("a.b", "sandbox")],
-)
-def test_a_wrong_description_is_an_error(value: object, message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        SandboxSpec.parse(value)  # type: ignore[arg-type]

@@ -15,8 +15,7 @@ import pytest
 from sandbox_helpers import served_model
 from unit_helpers import within
 
-from raylight.errors import ConfigError, SandboxError, SandboxUnavailableError
-from raylight.sandboxes.registry import SandboxSpec
+from raylight.errors import SandboxError, SandboxUnavailableError
 from raylight.sandboxes.sandbox import MAX_STDOUT, SandboxLimits
 from raylight.sandboxes.ssh import SshSandbox
 
@@ -166,10 +165,3 @@ async def test_a_missing_client_leaves_no_folder(monkeypatch: pytest.MonkeyPatch
     with pytest.raises(SandboxError, match="ssh cannot be started"):
         await sandbox.stop()
     assert os.listdir(tmp_path) == []
-
-
-def test_a_wrong_description_is_an_error() -> None:
-    with pytest.raises(ConfigError, match="ssh:user@host"):
-        SandboxSpec.parse("ssh")
-    with pytest.raises(ConfigError, match="cannot limit network"):
-        SandboxSpec.parse(SandboxSpec("ssh", "host", SandboxLimits(network=False)))

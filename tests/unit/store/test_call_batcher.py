@@ -207,9 +207,7 @@ async def test_messages_outlive_the_store(tmp_path: Path) -> None:
         assert await box.service.call(message, "another", 7) == [(True, [None])]
 
 
-async def test_a_message_that_failed_as_a_whole_is_carried_out_the_second_time(
-    box: Box, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_message_that_failed_as_a_whole_is_carried_out_the_second_time(box: Box) -> None:
     message = [("update_worker", ("w", None, None))]
     db = box.service._journal.db
     db.execute("CREATE TRIGGER bad BEFORE INSERT ON clients BEGIN SELECT RAISE(ABORT, 'no room'); END")

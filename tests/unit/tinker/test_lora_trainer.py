@@ -1,6 +1,5 @@
 """Losses, log-probs and steps of many adapters equal those of plain torch and peft, one model each."""
 
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -240,7 +239,7 @@ def test_a_removed_tenant_leaves_no_parameter(trainer: LoraTrainer) -> None:
     assert trainer.forward_backward("c", make_batch("cross_entropy"), True)[0] > 0
 
 
-def test_a_checkpoint_of_another_rank_is_refused(trainer: LoraTrainer, tmp_path: Path) -> None:
+def test_a_checkpoint_of_another_rank_is_refused(trainer: LoraTrainer) -> None:
     trainer.create("a", LoraSpec(rank=2))
     trainer.create("b", LoraSpec(rank=4))
     with pytest.raises(ConfigError, match="another rank"):

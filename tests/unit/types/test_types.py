@@ -29,7 +29,6 @@ from raylight.types import (
     RolloutConfig,
     Span,
     SpanCoreFields,
-    Trajectory,
 )
 from raylight.types.spans import Event, TraceStatus, plain_attributes, span_json
 
@@ -173,12 +172,6 @@ def test_a_rollout_marks_its_agents_once() -> None:
         rollout.mark_agent_as_trainable(agent)
     assert rollout.metadata == {TRAINABLE_AGENTS: ["b", "a"]}
     assert make_rollout().metadata == {}
-
-
-def test_a_trajectory_counts_what_it_trains() -> None:
-    trajectory = Trajectory("r", [5, 6, 7, 8], [0, 0, 1, 1], [0.0, 0.0, -1.0, -1.0], [-1, -1, 0, 0])
-    assert trajectory.prompt_length == 2
-    assert trajectory.trained_tokens == 2
 
 
 @pytest.mark.parametrize(

@@ -324,7 +324,7 @@ def test_what_a_trainer_sees_of_it(planned_runs: list[Any], tmp_path: Path) -> N
         )
 
 
-def test_an_adapter_that_makes_no_conversations_is_refused(tmp_path: Path) -> None:
+def test_an_adapter_that_makes_no_conversations_is_refused() -> None:
     algorithm, _ = ready()
     assert isinstance(algorithm.get_adapter(), TraceToMessages)
     trainer = rl.Trainer(algorithm=algorithm, adapter=rl.TracerTraceToTriplet())

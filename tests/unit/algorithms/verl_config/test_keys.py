@@ -27,7 +27,6 @@ PPO = {f"{A}.adv_estimator": "gae"}
 STEPS = {f"{T}.total_training_steps": 50}
 EIGHT = {f"{T}.n_gpus_per_node": 8}
 ASYNC = {f"{T}.v1.trainer_mode": "colocate_async"}
-DYNAMIC = {f"{ACTOR}.use_dynamic_bsz": True}
 
 # key, its value, settings that it changes, configuration that it needs
 CHANGES: list[tuple[str, Any, dict[str, Any], dict[str, Any]]] = [

@@ -281,7 +281,7 @@ def test_a_half_sent_body_reaches_no_replica(small_ingress: Ingress) -> None:
 
 
 def test_a_source_gets_half_of_the_connections_unless_it_is_this_machine(
-    tmp_path: Path, replica: int, small_ingress: Ingress
+    replica: int, small_ingress: Ingress
 ) -> None:
     # the rule exempts loopback: exempt another address instead, and loopback is a source like others
     config = small_ingress.config.read_text()

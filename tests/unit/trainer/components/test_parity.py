@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from answer_rows import answer_logprobs
 from transformers import AutoModelForCausalLM
 from unit_helpers import within
 from weight_loading import load_weights
@@ -150,8 +151,7 @@ def test_an_engine_that_drops_updates_is_found(
 
 @torch.inference_mode()
 def logprobs_of(module: Any, ids: list[int]) -> list[float]:
-    logits = module(torch.tensor([ids])).logits[0, :-1].float()
-    return logits.log_softmax(-1).gather(-1, torch.tensor(ids[1:])[:, None])[:, 0].tolist()
+    return answer_logprobs(module, ids[:1], ids[1:]).tolist()
 
 
 def step(module: Any, size: float) -> None:

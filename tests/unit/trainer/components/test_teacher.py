@@ -417,7 +417,7 @@ def test_a_teacher_takes_rows_as_long_as_the_policys() -> None:
     assert on_gpu.dtype == "bfloat16"
 
 
-def test_a_teacher_with_a_prompt_takes_longer_rows(tmp_path: Path) -> None:
+def test_a_teacher_with_a_prompt_takes_longer_rows() -> None:
     prompt = {"prompt": with_hint}
     assert fitted(prompt).max_model_len == 2048  # the model's
     assert fitted(prompt, max_model_len=64).max_model_len == 1088

@@ -31,12 +31,6 @@ def test_a_file_and_a_list_give_the_same_rows(tmp_path):
     assert one.mask.sum() == 2  # the digit, and the end of the turn
 
 
-def test_answers_of_weight_0_are_context():
-    shot = [{"role": "user", "content": "2+2="}, {"role": "assistant", "content": "4", "weight": 0}]
-    ((row,),) = load([{"messages": [*shot, *GOOD["messages"]]}]).train[0].answers
-    assert row.mask.sum() == 2
-
-
 @pytest.mark.parametrize(
     ("text", "error"),
     [
