@@ -1,16 +1,14 @@
 """The estimator and the loss that docs/algorithms/custom.md shows run and update the policy."""
 
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import cloudpickle
 import pytest
 import torch
-import torch.distributed as dist
 from answer_rows import answer_logprobs, answer_row
 from docs_snippets import DOCS, snippet
 from page_tables import code, tables
+from process_groups import only_rank
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from raylight.algorithms.policy import PolicyAlgorithm
@@ -32,18 +30,9 @@ def names() -> dict[str, Any]:
     return snippet(PAGE, "class").run(names)
 
 
-@pytest.fixture
-def one_rank(tmp_path: Path) -> Iterator[None]:
-    torch.set_num_threads(1)
-    dist.init_process_group(
-        "gloo", store=dist.FileStore(str(tmp_path / "rendezvous"), 1), rank=0, world_size=1
-    )
-    yield
-    dist.destroy_process_group()
-
-
+@only_rank()
 @torch.no_grad()
-def test_the_policy_favours_answers_that_win_duels(names: dict[str, Any], one_rank: None) -> None:
+def test_the_policy_favours_answers_that_win_duels(names: dict[str, Any]) -> None:
     from raylight.learner.updates.policy import Policy
 
     tokenizer, model = (

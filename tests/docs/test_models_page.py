@@ -2,14 +2,13 @@
 
 import copy
 import importlib.util
-from collections.abc import Iterator
 from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from docs_snippets import DOCS
+from process_groups import only_rank
 
 from raylight.learner.model.model_check import trained_class
 from raylight.learner.model.varlen_attention import VARLEN, row_bounds
@@ -62,14 +61,6 @@ def test_the_names_of_an_architecture_are_checked(model_type: str) -> None:
     assert GENERATOR.packed_rows(config, names) == packed
 
 
-@pytest.fixture(scope="module")
-def one_rank() -> Iterator[None]:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
-
-
-@pytest.mark.usefixtures("one_rank")
 @pytest.mark.parametrize(
     "model_type",
     [
@@ -78,6 +69,7 @@ def one_rank() -> Iterator[None]:
         if row[3]
     ],
 )
+@only_rank()
 def test_an_architecture_trains_as_the_table_says(model_type: str) -> None:
     name, _, _, trains, *_ = ROWS[model_type]
     assert GENERATOR.train_step(GENERATOR.tiny_config(model_type, name)) == trains == "yes"

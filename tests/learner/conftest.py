@@ -1,13 +1,11 @@
 """A process group for tests of one learner rank, and one check of the starter model."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Iterator
 
 import pytest
 import torch
-import torch.distributed as dist
+from process_groups import only_rank
 
 
 @pytest.fixture(autouse=True, scope="session")
@@ -26,10 +24,8 @@ def starter_model_is_checked_once() -> Iterator[None]:
 
 
 @pytest.fixture(scope="module")
-def one_rank(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+def one_rank() -> Iterator[None]:
     """Make this process the only rank of a group, with one thread, for the tests of a module."""
     torch.set_num_threads(1)
-    store = dist.FileStore(str(tmp_path_factory.mktemp("rendezvous") / "file"), 1)
-    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
+    with only_rank():
+        yield

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from process_groups import only_rank
 from ranks import ANSWERS, PROBE, PROMPTS, make_batch, plain_logprobs, plain_probe
 from transformers import AutoModelForCausalLM
 
@@ -68,20 +69,17 @@ async def adapter_of(learner: LocalLearner) -> dict[str, np.ndarray]:
     return (await learner.export_adapter())[1].weights
 
 
-async def test_the_update_is_that_of_the_ranks(tmp_path: Path) -> None:
+async def test_the_update_is_that_of_the_ranks() -> None:
     async with local(adapter_config()) as (_, learner):
         metrics = await learner.update(exact_batch())
         found = await adapter_of(learner)
     from raylight.learner.updates.policy import Policy
 
-    dist.init_process_group("gloo", store=dist.FileStore(str(tmp_path / "meet"), 1), rank=0, world_size=1)
-    try:
+    with only_rank():
         torch.manual_seed(0)
         ranks = Policy(STARTER_MODEL, adapter_config(), SETTINGS, 3)
         expected_metrics = ranks.update(exact_batch())
         expected = ranks.export_adapter()
-    finally:
-        dist.destroy_process_group()
     assert expected is not None
     for name, array in expected[1].items():
         np.testing.assert_allclose(found[name], array, atol=1e-6, err_msg=name)

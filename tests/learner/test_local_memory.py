@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed as dist
+from process_groups import only_rank
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 import raylight as rl
@@ -144,8 +144,7 @@ def test_the_estimate_matches_the_used_memory(
     module = Qwen2ForCausalLM._from_config(config, dtype=getattr(torch, engine.dtype))
     module.save_pretrained(tmp_path / "model")
     _with_tokenizer(tmp_path / "model")
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    try:
+    with only_rank():
         policy = Policy(
             str(tmp_path / "model"), learner, PolicySettings(max_logprob_mismatch=100.0), 3, module
         )
@@ -153,8 +152,6 @@ def test_the_estimate_matches_the_used_memory(
         policy.update(batch)  # the optimizer has its moments
         policy.engine.optimizer_zero_grad()
         used = peak_of_cpu(lambda: policy.update(batch))
-    finally:
-        dist.destroy_process_group()
     assert used == pytest.approx(needed.training + needed.gradients, rel=0.2)
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 import torch
-import torch.distributed as dist
 from ranks import make_batch, plain_logprobs
 from safetensors.torch import load_file
 from tiny_models import build_model, build_qwen3_5
@@ -24,14 +23,8 @@ from raylight.learner.model.weights import save_model
 from raylight.learner.updates.policy import Policy
 from raylight.weights.source import WeightSource
 
+pytestmark = pytest.mark.usefixtures("one_rank")
 LORA = {"lora": {"rank": 4}}
-
-
-@pytest.fixture(autouse=True)
-def one_rank(tmp_path):
-    dist.init_process_group("gloo", store=dist.FileStore(f"{tmp_path}/ranks", 1), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
 
 
 def train(path: str, config: dict[str, object]) -> Policy:

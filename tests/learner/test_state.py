@@ -6,7 +6,6 @@ from pathlib import Path
 import pytest
 import state_ranks
 import torch
-import torch.distributed as dist
 from rank_processes import run_ranks
 
 from raylight.errors import CheckpointError, DiskError
@@ -56,14 +55,8 @@ def test_moments_of_another_optimizer_are_refused(tmp_path: Path) -> None:
         run(1, tmp_path, "full", 1, 1)
 
 
-@pytest.fixture
-def one_rank(tmp_path: Path):
-    dist.init_process_group("gloo", store=dist.FileStore(str(tmp_path / "meet"), 1), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
-
-
-def test_a_disk_that_becomes_full_is_a_disk_error(one_rank: None, tmp_path: Path):
+@pytest.mark.usefixtures("one_rank")
+def test_a_disk_that_becomes_full_is_a_disk_error(tmp_path: Path):
     """torch raises another error in place of the disk's."""
     states = TrainingStates(str(tmp_path / "state"))
     content = states.new_content(1)
@@ -83,8 +76,9 @@ def test_a_disk_that_becomes_full_is_a_disk_error(one_rank: None, tmp_path: Path
     assert read.sum() == 100
 
 
+@pytest.mark.usefixtures("one_rank")
 @pytest.mark.parametrize("file", [".metadata", "__0_0.distcp"])
-def test_a_damaged_state_is_named(file: str, one_rank: None, tmp_path: Path):
+def test_a_damaged_state_is_named(file: str, tmp_path: Path):
     states = TrainingStates(str(tmp_path / "state"))
     content = states.new_content(1)
     state_files.write({"a": torch.ones(100_000)}, content)

@@ -1,12 +1,11 @@
 """Estimators and losses that raylight drives in its own way, compared with verl's own functions."""
 
-from collections.abc import Iterator
-
 import numpy as np
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from process_groups import only_rank
 from test_advantages import batch_of, estimate_rows, policy_settings, rows_of
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -191,14 +190,6 @@ def test_bypass_mode_is_a_setting(threshold):
         torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-6)
 
 
-@pytest.fixture
-def one_rank() -> Iterator[None]:
-    store = torch.distributed.HashStore()
-    torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
-    yield
-    torch.distributed.destroy_process_group()
-
-
 LENGTHS = [3, 5, 1, 4]
 MASK = (torch.arange(5) < torch.tensor(LENGTHS)[:, None]).float()
 
@@ -227,7 +218,7 @@ def distilled(options: PolicySettings, **fields: torch.Tensor) -> tuple[torch.Te
     return torch.nn.utils.rnn.pad_sequence([row.advantages for row in rows], batch_first=True), metrics
 
 
-@pytest.mark.usefixtures("one_rank")
+@only_rank()
 @pytest.mark.parametrize("gamma", [0.0, 0.9, 1.0])
 @pytest.mark.parametrize("reward_coef", [0.0, 0.5])
 def test_distillation_is_its_formula(gamma, reward_coef):
@@ -247,7 +238,7 @@ def test_distillation_is_its_formula(gamma, reward_coef):
     assert metrics["learner/teacher_kl"] == pytest.approx(float(divergence), abs=1e-6)
 
 
-@pytest.mark.usefixtures("one_rank")
+@only_rank()
 def test_log_probs_before_the_update_win_over_the_engines():
     fields = teacher_tokens()
     fields["old_logprobs"] = fields["engine_logprobs"] - 0.25
@@ -256,7 +247,7 @@ def test_log_probs_before_the_update_win_over_the_engines():
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-6)
 
 
-@pytest.mark.usefixtures("one_rank")
+@only_rank()
 def test_the_gradient_of_self_distillation_is_that_of_the_reverse_kl():
     """The model is its own teacher, which reads the sums in its prompts; written out by hand."""
     tokenizer = AutoTokenizer.from_pretrained(STARTER_MODEL)
@@ -304,7 +295,7 @@ def test_rows_without_a_teachers_log_probs_are_an_error():
         distilled(PolicySettings(adv_estimator="opd"))
 
 
-@pytest.mark.usefixtures("one_rank")
+@only_rank()
 def test_the_loss_of_distillation_is_verls():
     """verl's k1 loss as a policy gradient: the same loss, and the same gradient by the log-probs."""
     from tensordict import TensorDict
