@@ -4,7 +4,6 @@ import math
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from raylight.errors import MismatchError
 from raylight.experience.settings.correction_settings import CorrectionSettings
@@ -68,10 +67,8 @@ def measured(rows):
     return measure(rows, 3, CorrectionSettings(max_logprob_mismatch=2.0))
 
 
-def main(rank: int, ranks: int, file: str) -> dict[str, Any]:
+def main(rank: int, ranks: int) -> dict[str, Any]:
     """Return the metrics, weights and masks of all cases."""
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", store=dist.FileStore(file, ranks), rank=rank, world_size=ranks)
     from raylight.learner.losses.correction import has_tokens
 
     found = {"measured": measured(make_rows()[rank::ranks])}
@@ -87,5 +84,4 @@ def main(rank: int, ranks: int, file: str) -> dict[str, Any]:
     if rank:
         copy.mask = torch.zeros_like(copy.mask)
     found["copy"] = run_case([copy], CASES["both"] | {"rollout_is_batch_normalize": True})
-    dist.destroy_process_group()
     return found

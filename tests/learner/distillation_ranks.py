@@ -5,7 +5,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from ranks import ANSWERS, PROMPTS, make_batch
 
 from raylight.config import LearnerConfig
@@ -59,12 +58,9 @@ def update(
     return policy.update(replace(batch, rows=rows, teacher_tops=tops, teacher_numbers=numbers)), gradients
 
 
-def main(rank: int, ranks: int, file: str, kind: str, top_k: int | None, teacher: str) -> Any:
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", store=dist.FileStore(file, ranks), rank=rank, world_size=ranks)
+def main(rank: int, ranks: int, kind: str, top_k: int | None, teacher: str) -> Any:
     settings = settings_of(kind, top_k, teacher)
     metrics, gradients = update(settings, n=ranks, max_tokens_per_micro_batch=48)
-    dist.destroy_process_group()
     return metrics, {name: grad.tolist() for name, grad in gradients.items()} if rank == 0 else None
 
 

@@ -4,7 +4,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from ranks import PROBE, make_batch, plain_logprobs
 
 from raylight.config import LearnerConfig
@@ -35,15 +34,9 @@ def train_and_save(model: str, folder: Path, ranks: int, **config) -> dict:
     return {"probe": policy.logprobs(PROBE), "changed": names[True], "unchanged": names[False]}
 
 
-def main(
-    rank: int, ranks: int, file: str, folder: Path, lora: dict[str, Any] | None = None
-) -> dict[str, list[float]]:
+def main(rank: int, ranks: int, folder: Path, lora: dict[str, Any] | None = None) -> dict[str, list[float]]:
     """Return the log-probs of each model of a folder after its update."""
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", store=dist.FileStore(file, ranks), rank=rank, world_size=ranks)
-    found = {
+    return {
         path.name: train_and_save(str(path), folder / "saved" / path.name, ranks, lora=lora)["probe"]
         for path in sorted((folder / "models").iterdir())
     }
-    dist.destroy_process_group()
-    return found

@@ -4,7 +4,6 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from ranks import ANSWERS, PROBE, make_batch
 
 from raylight.config import LearnerConfig, LoraConfig
@@ -66,11 +65,9 @@ def adapters_of(policies: Any) -> dict[str, dict[str, np.ndarray]] | None:
     return None if None in found.values() else {name: adapter[1] for name, adapter in found.items()}
 
 
-def main(rank: int, ranks: int, meet: str, folder: str, content: str) -> Any:
+def main(rank: int, ranks: int, folder: str, content: str) -> Any:
     """Update twice, with a state in between that a second set loads; return the adapters of both sets, and
     the log-probs of the probe in that state."""
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", store=dist.FileStore(meet, ranks), rank=rank, world_size=ranks)
     from raylight.learner.ranks.model_rank import ModelRank
 
     first = make_set(ranks)
@@ -86,5 +83,4 @@ def main(rank: int, ranks: int, meet: str, folder: str, content: str) -> Any:
         policies.update(joint_batch(policies.version))
         probes = {name: policies.use(name).logprobs(PROBE) for name in MODELS}
         results.append((adapters_of(policies), probes, policies.version))
-    dist.destroy_process_group()
     return results, at_state

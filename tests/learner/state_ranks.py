@@ -3,7 +3,6 @@
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from ranks import ANSWERS, PROBE, make_batch
 
 from raylight.config import LearnerConfig, LoraConfig
@@ -65,14 +64,12 @@ def update(policy) -> dict[str, float]:
     return {name: metrics[name] for name in WATCHED if name in metrics}
 
 
-def main(rank: int, ranks: int, meet: str, folder: str, kind: str, load: int, updates: int) -> dict[str, Any]:
+def main(rank: int, ranks: int, folder: str, kind: str, load: int, updates: int) -> dict[str, Any]:
     """Load the state of step `load` in a folder (0: the initial model), update, and save a state.
 
     Returns:
         The metrics, and the log-probs after the updates.
     """
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", store=dist.FileStore(meet, ranks), rank=rank, world_size=ranks)
     from raylight.learner.state import state, state_files
 
     policy, states = make_policy(kind, ranks), TrainingStates(folder)
@@ -86,5 +83,4 @@ def main(rank: int, ranks: int, meet: str, folder: str, kind: str, load: int, up
     if rank == 0:
         states.complete(policy.version, {"config": config_of(kind)}, content)
     probe = policy.logprobs(PROBE)
-    dist.destroy_process_group()
     return {"version": policy.version, "steps": found, "probe": probe}

@@ -2,7 +2,6 @@
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from ranks import ANSWERS, PROBE, PROMPTS
 
 from raylight.config import LearnerConfig
@@ -72,10 +71,8 @@ def shard_of(model, content: TrainBatch):
     return list(shard_batch(content, model._settings, ranks))[rank]
 
 
-def main(rank: int, ranks: int, file: str) -> dict[str, float]:
+def main(rank: int, ranks: int) -> dict[str, float]:
     """Return the metrics and the log-probs after the updates."""
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", store=dist.FileStore(file, ranks), rank=rank, world_size=ranks)
     found = {}
     for kind in SETTINGS:
         model = make_model(kind, {"n": ranks, "max_tokens_per_micro_batch": 64})
@@ -86,5 +83,4 @@ def main(rank: int, ranks: int, file: str) -> dict[str, float]:
         found |= {f"{kind}/val/{name}": value for name, value in totals.items()}
         if kind != "reward":
             found |= {f"{kind}/probe/{i}": value for i, value in enumerate(model.logprobs(PROBE))}
-    dist.destroy_process_group()
     return found

@@ -80,7 +80,7 @@ def test_the_merged_model_has_the_logprobs_of_the_adapted_one(adapted, plain):
     assert max(abs(a - b) for a, b in zip(expected, plain_probe(plain), strict=True)) > 1e-3
 
 
-def test_the_policy_without_adapter_is_the_initial_model_and_stays_trainable(adapted, plain, batch):
+def test_the_policy_without_adapter_is_the_initial_model_and_stays_trainable(adapted, plain):
     with adapted.engine.disable_adapter():
         assert adapted.logprobs(PROBE) == pytest.approx(plain_probe(plain), rel=1e-5, abs=1e-5)
     params = adapted.engine.module.parameters()
@@ -295,7 +295,7 @@ def test_missing_flash_attention_raises():
         make_policy({"attention": "flash_attention_2"})
 
 
-def test_the_cosine_schedule_warms_up_and_decays(batch):
+def test_the_cosine_schedule_warms_up_and_decays():
     policy = make_policy(
         lr_schedule="cosine", lr_warmup_steps=1, min_lr_ratio=0.1, betas=(0.8, 0.9), weight_decay=0.3
     )
@@ -330,10 +330,10 @@ def test_compiled_layers_do_not_change_the_update(batch):
     [QUICK, pytest.param(VARIANTS, marks=pytest.mark.slow("one rank shows the others"))],
     ids=["quick", "all"],
 )
-def test_ranks_and_packing_do_not_change_the_update(variants, tmp_path: Path):
+def test_ranks_and_packing_do_not_change_the_update(variants):
     moved = {f"moved-{name}" for name in MOVED if name in variants}
     one = all_updates({"padded", "lora"} | (set(variants) & set(MOVED)))
-    two = run_ranks(engine_ranks.main, 2, str(tmp_path / "meet"), set(variants))[0]
+    two = run_ranks(engine_ranks.main, 2, set(variants))[0]
     assert set(two) == {*variants, *moved, "scaled", "critic", "critic-scaled"}
     assert min(one["moved-padded"][name] for name in CLIPPED) > 0
     for variant, metrics in two.items():

@@ -7,6 +7,7 @@ import policy_set_ranks
 import pytest
 import state_ranks
 import torch
+from process_groups import only_rank
 from ranks import PROBE
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from typer.testing import CliRunner
@@ -31,7 +32,8 @@ def logprobs(model, ids: list[int]) -> list[float]:
 @pytest.mark.parametrize("kind", [pytest.param("full", marks=pytest.mark.slow), "lora"])
 def test_an_exported_state_has_the_logprobs_of_the_policy(kind: str, tmp_path: Path):
     states = tmp_path / "state"
-    expected = state_ranks.main(0, 1, str(tmp_path / "meet"), str(states), kind, 0, 2)["probe"]
+    with only_rank():
+        expected = state_ranks.main(0, 1, str(states), kind, 0, 2)["probe"]
 
     assert export(str(states), str(tmp_path / "model")) is None
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype=torch.float32)
@@ -66,7 +68,8 @@ def several(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, l
     folder = tmp_path_factory.mktemp("several")
     states, models = str(folder / "state"), folder / "models"
     content = TrainingStates(states).new_content(1)
-    _, expected = policy_set_ranks.main(0, 1, str(folder / "meet"), states, content)
+    with only_rank():
+        _, expected = policy_set_ranks.main(0, 1, states, content)
     assert export(states, str(models)) is None
     return models, expected
 

@@ -207,7 +207,7 @@ async def test_failures_leave_an_engine_that_samples() -> None:
             await learner.restart()
 
 
-async def test_settings_that_do_not_fit_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_settings_that_do_not_fit_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     config = LearnerConfig(lora=LoraConfig(target_modules=["no_such_layer"]))
     with pytest.raises(ConfigError, match="do not fit"):
         async with local(config):

@@ -185,7 +185,7 @@ def test_ranks_do_not_change_the_update_of_a_mixture(tmp_path):
         model_type: train_and_save(str(tmp_path / "models" / model_type), tmp_path / "alone", 1)["probe"]
         for model_type in MOE
     }
-    shared = run_ranks(moe_ranks.main, 2, str(tmp_path / "meet"), tmp_path)[0]
+    shared = run_ranks(moe_ranks.main, 2, tmp_path)[0]
     for model_type, probe in shared.items():
         assert probe == pytest.approx(alone[model_type], abs=1e-4), model_type
         saved = AutoModelForCausalLM.from_pretrained(tmp_path / "saved" / model_type, dtype=torch.float32)
@@ -201,7 +201,7 @@ def test_ranks_do_not_change_the_adapter_of_packed_experts(tmp_path):
     model = build_model("qwen3_moe", tmp_path / "models" / "qwen3_moe")
     lora = {"rank": 3, "target_parameters": PACKED}
     alone = train_and_save(model, tmp_path / "alone", 1, lora=lora)["probe"]
-    shared = run_ranks(moe_ranks.main, 2, str(tmp_path / "meet"), tmp_path, lora)[0]["qwen3_moe"]
+    shared = run_ranks(moe_ranks.main, 2, tmp_path, lora)[0]["qwen3_moe"]
     assert shared == pytest.approx(alone, abs=1e-5)
     saved = AutoModelForCausalLM.from_pretrained(tmp_path / "saved" / "qwen3_moe", dtype=torch.float32)
     assert plain_probe(saved) == pytest.approx(alone, abs=1e-5)

@@ -1,11 +1,8 @@
 """Cross-entropy of observed tokens (`observation_coef`): loss, gradient and ranks against plain torch."""
 
-from pathlib import Path
-
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
 from rank_processes import run_ranks
 from transformers import AutoModelForCausalLM
 
@@ -64,18 +61,15 @@ def plain_step(coef: float, masks_first: bool = False) -> tuple[float, float, to
 
 
 def update(
-    rank: int, ranks: int, meet: str, learner: dict, settings: dict, masks_first: bool = False
+    rank: int, ranks: int, learner: dict, settings: dict, masks_first: bool = False
 ) -> dict[str, float]:
     """Update once with the rows; return the metrics."""
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", store=dist.FileStore(meet, ranks), rank=rank, world_size=ranks)
     from raylight.learner.updates.policy import Policy
 
     known = PolicySettings(lr=1e-3, grad_clip=1e9, max_logprob_mismatch=100.0, **settings)
     policy = Policy(STARTER_MODEL, LearnerConfig(n=ranks, **learner), known, total_steps=2)
     metrics = policy.update(TrainBatch(REWARDS, ["g"] * 4, make_rows(masks_first), list(range(4))))
     logprobs = {f"row {row.index}": row.logprobs.tolist() for row in policy.row_records}
-    dist.destroy_process_group()
     return metrics | {"logprobs": logprobs}
 
 
@@ -87,28 +81,26 @@ def update(
         (2, {"max_tokens_per_micro_batch": 40}, {}),
     ],
 )
-def test_the_loss_of_observations_equals_plain_torch(ranks, learner, settings, tmp_path: Path) -> None:
-    found = run_ranks(update, ranks, str(tmp_path / "meet"), learner, settings | {"observation_coef": COEF})[
-        0
-    ]
+def test_the_loss_of_observations_equals_plain_torch(ranks, learner, settings) -> None:
+    found = run_ranks(update, ranks, learner, settings | {"observation_coef": COEF})[0]
     cross_entropy, norm, _ = plain_step(COEF)
     assert found["learner/observation_loss"] == pytest.approx(cross_entropy, rel=1e-5)
     if not settings:  # the loss of a row is not the mean over its tokens
         assert found["learner/grad_norm"] == pytest.approx(norm, rel=1e-5)
 
 
-def test_observations_before_the_first_trained_response_are_learned(tmp_path: Path) -> None:
+def test_observations_before_the_first_trained_response_are_learned() -> None:
     learner, settings = {"max_tokens_per_micro_batch": 40}, {"observation_coef": COEF}
-    found = run_ranks(update, 1, str(tmp_path / "meet"), learner, settings, True)[0]
+    found = run_ranks(update, 1, learner, settings, True)[0]
     cross_entropy, norm, _ = plain_step(COEF, masks_first=True)
     assert found["learner/observation_loss"] == pytest.approx(cross_entropy, rel=1e-5)
     assert found["learner/grad_norm"] == pytest.approx(norm, rel=1e-5)
 
 
-def test_without_a_weight_nothing_changes(tmp_path: Path) -> None:
+def test_without_a_weight_nothing_changes() -> None:
     learner = {"max_tokens_per_micro_batch": 1024}
-    found = run_ranks(update, 1, str(tmp_path / "meet"), learner, {})[0]
-    weighted = run_ranks(update, 1, str(tmp_path / "other"), learner, {"observation_coef": COEF})[0]
+    found = run_ranks(update, 1, learner, {})[0]
+    weighted = run_ranks(update, 1, learner, {"observation_coef": COEF})[0]
     assert "learner/observation_loss" not in found
     assert found["learner/grad_norm"] == pytest.approx(plain_step(0.0)[1], rel=1e-5)
     same = ("learner/pg_loss", "learner/entropy", "learner/logprob_diff_mean", "logprobs")

@@ -153,7 +153,7 @@ def shared_set(models):
 def test_two_ranks_agree_with_one_and_continue_from_a_state(alone, tmp_path):
     folder = str(tmp_path / "states")
     content = TrainingStates(folder).new_content(1)
-    ((first, second), _), (other, _) = run_ranks(shared.main, RANKS, str(tmp_path / "meet"), folder, content)
+    ((first, second), _), (other, _) = run_ranks(shared.main, RANKS, folder, content)
     assert [result[0] for result in other] == [None, None]
     for adapters, probes, version in (first, second):
         assert version == 2

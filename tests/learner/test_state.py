@@ -17,8 +17,7 @@ STEPS = 4
 
 def run(ranks: int, folder: Path, kind: str, load: int, updates: int) -> dict:
     """Run ranks that load the state of a step, update, and save."""
-    meet, states = str(folder / f"meet-{ranks}-{load}-{updates}"), str(folder / "state")
-    return run_ranks(state_ranks.main, ranks, meet, states, kind, load, updates)[0]
+    return run_ranks(state_ranks.main, ranks, str(folder / "state"), kind, load, updates)[0]
 
 
 @pytest.mark.parametrize(

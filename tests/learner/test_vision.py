@@ -266,11 +266,11 @@ def test_an_adapter_adapts_the_language_part(folders: dict[str, str], tmp_path: 
     ],
 )
 def test_two_ranks_are_as_one(
-    family: str, config: dict[str, Any], settings: dict[str, Any], folders: dict[str, str], tmp_path: Path
+    family: str, config: dict[str, Any], settings: dict[str, Any], folders: dict[str, str]
 ) -> None:
     given = folders[family], config, settings
-    (one,) = run_ranks(vision_ranks.main, 1, str(tmp_path / "one"), *given)
-    two, _ = run_ranks(vision_ranks.main, 2, str(tmp_path / "two"), *given)
+    (one,) = run_ranks(vision_ranks.main, 1, *given)
+    two, _ = run_ranks(vision_ranks.main, 2, *given)
     for metrics, _ in (one, two):
         assert metrics["mismatch/logprob_abs_max"] < 1e-5
     assert two[0]["learner/grad_norm"] == pytest.approx(one[0]["learner/grad_norm"], rel=1e-4)

@@ -95,9 +95,9 @@ def test_rows_without_a_teachers_distributions_are_an_error():
 @pytest.mark.parametrize(
     ("kind", "top_k"), [("js", None), pytest.param("reverse_kl", 5, marks=pytest.mark.slow)]
 )
-def test_two_ranks_compute_the_same(kind, top_k, teacher, tmp_path: Path):
+def test_two_ranks_compute_the_same(kind, top_k, teacher):
     loss, wanted = plain_update(kind, top_k, teacher)
-    results = run_ranks(main, 2, str(tmp_path / "file"), kind, top_k, teacher)
+    results = run_ranks(main, 2, kind, top_k, teacher)
     assert results[0][0] == results[1][0]
     check(results[0][1], wanted, results[0][0], loss)
 

@@ -4,7 +4,6 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from vision_rows import TEXT_ROW, make_batch, plain_logprobs
 
 from raylight.config import LearnerConfig
@@ -13,14 +12,12 @@ from raylight.images.model_inputs import ModelImages
 
 
 def main(
-    rank: int, ranks: int, file: str, folder: str, config: dict[str, Any], settings: dict[str, Any]
+    rank: int, ranks: int, folder: str, config: dict[str, Any], settings: dict[str, Any]
 ) -> tuple[dict[str, float], dict[str, float]]:
     """Return the metrics of an update whose rows have the log-probs of plain transformers, and the sums of
     the weights after it and an update with text alone."""
     from transformers import AutoModelForImageTextToText
 
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", store=dist.FileStore(file, ranks), rank=rank, world_size=ranks)
     from raylight.learner.updates.policy import Policy
 
     images = ModelImages.load(folder)
@@ -35,5 +32,4 @@ def main(
     rows = [replace(batch.rows[TEXT_ROW], rollout_id=str(number)) for number in range(5)]
     policy.update(replace(batch, rows=rows, image_files={}))
     weights = policy.export() or {}
-    dist.destroy_process_group()
     return metrics, {name: float(abs(array).sum()) for name, array in weights.items()}
