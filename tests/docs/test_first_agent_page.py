@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 from docs_snippets import DOCS, snippet
+from programs import run_python
 
 import raylight as rl
 from raylight.quickstart import STARTER_MODEL, TOOL_MODEL
@@ -79,10 +80,7 @@ def test_the_agent_is_tried(served: str, tmp_path: Path) -> None:
     code = script.read_text()
     assert code.count("http://127.0.0.1:8000/v1") == 1
     script.write_text(code.replace("http://127.0.0.1:8000/v1", served))
-    done = subprocess.run(
-        [sys.executable, script.name], cwd=tmp_path, env=ENV, capture_output=True, text=True, timeout=200
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
+    done = run_python(script.name, cwd=tmp_path, timeout_s=200)
     assert "Traceback" not in done.stdout + done.stderr
     assert done.stdout.count("succeeded") >= 4, done.stdout
 
@@ -90,10 +88,7 @@ def test_the_agent_is_tried(served: str, tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_the_agent_is_trained_and_scored(tmp_path: Path) -> None:
     script = write_script(tmp_path, "my_agent.py", "agent", "rollout", "tasks", "train")
-    done = subprocess.run(
-        [sys.executable, script.name], cwd=tmp_path, env=ENV, capture_output=True, text=True, timeout=280
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
+    done = run_python(script.name, cwd=tmp_path, timeout_s=280)
     run = tmp_path / "outputs" / "first"
     summary = json.loads((run / "summary.json").read_text())
     assert summary["reward_before"] < 0.71  # about 0.54, with four standard errors of 128 rollouts

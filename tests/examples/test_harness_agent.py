@@ -2,17 +2,15 @@
 
 import json
 import math
-import os
 import re
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import yaml
 from example_modules import example_module
 from jinja2 import Template
+from programs import run_python
 
 from examples.starter_models.tasks.repairs import harness
 
@@ -39,16 +37,8 @@ def test_the_agent_is_the_preset_with_a_shorter_prompt() -> None:
 def test_the_harness_learns_to_pass_the_tests(tmp_path: Path) -> None:
     if shutil.which("mini") is None:
         pytest.skip("mini is not installed: pip install mini-swe-agent mcp")
-    done = subprocess.run(
-        [sys.executable, "examples/harness_agent/train.py", "--cpu", "--output-dir", str(tmp_path)],
-        cwd=ROOT,
-        env=os.environ | {"RAY_ADDRESS": "local", "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        timeout=3500,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
+    program = ROOT / "examples" / "harness_agent" / "train.py"
+    run_python(program, "--cpu", "--output-dir", tmp_path, cwd=ROOT, timeout_s=3500, PYTHONPATH=str(ROOT))
     rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     before, *_, after = [row for row in rows if "val/reward" in row]
     error = math.hypot(before["val/reward_error"], after["val/reward_error"])

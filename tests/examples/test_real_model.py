@@ -1,15 +1,14 @@
 """The example that trains a pretrained model from the package index."""
 
 import json
-import os
 import random
 import subprocess
-import sys
 import zipfile
 from pathlib import Path
 
 import pytest
 from example_modules import example_module
+from programs import run_python
 
 from raylight.errors import ModelNotFoundError
 
@@ -68,17 +67,8 @@ def test_an_existing_folder_is_kept(tmp_path: Path) -> None:
 
 def run_program(name: str, model: Path, output: Path, *options: str) -> None:
     """Run a program of the example on its own Ray cluster."""
-    places = ["--model", str(model), "--output-dir", str(output)]
-    done = subprocess.run(
-        [sys.executable, f"examples/real_model/{name}.py", *places, *options],
-        cwd=ROOT,
-        env=os.environ | {"RAY_ADDRESS": "local"},
-        capture_output=True,
-        text=True,
-        timeout=3500,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
+    places = ["--model", model, "--output-dir", output]
+    run_python(f"examples/real_model/{name}.py", *places, *options, cwd=ROOT, timeout_s=3500)
 
 
 def trained_steps(run: Path) -> list[dict[str, float]]:

@@ -1,14 +1,12 @@
 """The Python blocks of docs/multi_agent.md run unchanged, as one script, on real Ray."""
 
 import json
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+from programs import run_python
 from tau2_helpers import ScriptedServer
 
 ROOT = Path(__file__).parents[2]
@@ -27,21 +25,8 @@ def test_the_page_runs(tmp_path: Path) -> None:
     assert len(snippets) >= 3
     (tmp_path / "page.py").write_text("\n".join(snippets))
     with ScriptedServer(customer=customer) as server:
-        environment = {
-            **os.environ,
-            "RAY_ADDRESS": "local",
-            "CUSTOMER_URL": server.url,
-            "PYTHONPATH": str(ROOT),
-        }
-        done = subprocess.run(
-            [sys.executable, "page.py"],
-            env=environment,
-            cwd=tmp_path,
-            capture_output=True,
-            text=True,
-            timeout=280,
-        )
-    assert done.returncode == 0, done.stdout + done.stderr
+        environment = {"CUSTOMER_URL": server.url, "PYTHONPATH": str(ROOT)}
+        done = run_python("page.py", cwd=tmp_path, timeout_s=280, **environment)
     rows = [json.loads(line) for line in (tmp_path / "outputs/clerk/metrics.jsonl").read_text().splitlines()]
     steps = [row for row in rows if row["step"]]
     assert len(steps) == 2

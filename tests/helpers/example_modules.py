@@ -2,12 +2,12 @@
 
 import importlib
 import json
-import os
-import subprocess
 import sys
 from pathlib import Path
 from types import ModuleType
 from typing import Any
+
+from programs import run_python
 
 from raylight.cli.examples import copy_example, example_folders
 
@@ -30,16 +30,7 @@ def example_module(example: str, module: str) -> ModuleType:
 def run_copy(example: str, parent: Path, *arguments: str) -> None:
     """Copy an example, and run its `train.py` there, outside of the checkout and on its own Ray cluster."""
     copy = copy_example(example, parent / "mine")
-    done = subprocess.run(
-        [sys.executable, str(copy / "train.py"), *arguments],
-        cwd=parent,
-        env=os.environ | {"RAY_ADDRESS": "local"},
-        capture_output=True,
-        text=True,
-        timeout=1700,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
+    run_python(copy / "train.py", *arguments, cwd=parent, timeout_s=1700)
 
 
 def train_three_steps(example: str, parent: Path, *arguments: str) -> list[dict[str, Any]]:

@@ -1,7 +1,5 @@
 """The main job without HAProxy, /proc and the calls that only Linux has, as on macOS."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess
@@ -10,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import ray_cluster
+from programs import run_python
 
 HIDDEN = Path(ray_cluster.__file__).parent / "without_linux"
 
@@ -18,16 +17,9 @@ HIDDEN = Path(ray_cluster.__file__).parent / "without_linux"
 @pytest.mark.timeout(600)
 def test_the_quickstart_completes_with_serve_s_own_proxy(tmp_path: Path, no_processes_left: None) -> None:
     path = os.pathsep.join([str(HIDDEN), os.environ.get("PYTHONPATH", "")])
-    done = subprocess.run(
-        [sys.executable, "-m", "raylight.cli", "quickstart", "--steps", "1", "--output-dir", str(tmp_path)],
-        env={**os.environ, "RAY_ADDRESS": "local", "PYTHONPATH": path},
-        capture_output=True,
-        text=True,
-        timeout=580,
-        check=False,
-    )
+    command = ["-m", "raylight.cli", "quickstart", "--steps", "1", "--output-dir", tmp_path]
+    done = run_python(*command, timeout_s=580, PYTHONPATH=path)
     output = done.stdout + done.stderr
-    assert done.returncode == 0, output
     assert output.count("has no HAProxy (Could not find an HAProxy binary)") == 1, output
     assert "Traceback" not in output
     summary = json.loads((tmp_path / "summary.json").read_text())

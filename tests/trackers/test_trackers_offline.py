@@ -4,11 +4,10 @@ import importlib.util
 import json
 import math
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from programs import run_python
 from tracker_readers import READERS, RENAMED
 
 HERE = Path(__file__).parent
@@ -36,25 +35,11 @@ def outputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "CLEARML_OFFLINE_MODE": "1",
         "CLEARML_CACHE_DIR": str(folder / "clearml"),
         "TRACKIO_DIR": str(folder / "trackio"),
-        "RAY_ADDRESS": "local",
         "PYTHONPATH": os.pathsep.join(filter(None, [str(HERE), os.environ.get("PYTHONPATH")])),
     }
-    done = subprocess.run(
-        [
-            sys.executable,
-            "-c",
-            "from raylight.cli import main; main()",
-            "quickstart",
-            *options,
-            *(f"--logger={n}" for n in loggers),
-        ],
-        env={**os.environ, **offline},
-        capture_output=True,
-        text=True,
-        timeout=380,
-    )
+    command = ["-m", "raylight.cli", "quickstart", *options, *(f"--logger={name}" for name in loggers)]
+    done = run_python(*command, timeout_s=380, **offline)
     output = done.stdout + done.stderr
-    assert done.returncode == 0, output
     flat = " ".join(output.split())
     assert flat.count("metric logger FailingTracker failed in log(), and the run continues") == 1, output
     assert f"FailingTracker recorded 0 of {STEPS + 1} rows" in flat, output

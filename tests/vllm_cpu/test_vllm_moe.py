@@ -1,14 +1,11 @@
 """Mixtures of experts in vLLM: a source's names are loaded, and experts are repacked after updates."""
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 from tiny_models import build_model
-
-SCRIPT = Path(__file__).parent / "weight_update.py"
+from vllm_helpers import run_program
 
 
 @pytest.mark.slow
@@ -26,14 +23,7 @@ def test_an_updated_mixture_computes_what_transformers_computes(
     model_type: str, options: list[str], tmp_path: Path
 ) -> None:
     model = build_model(model_type, tmp_path)
-    done = subprocess.run(
-        [sys.executable, str(SCRIPT), model, *options],
-        capture_output=True,
-        text=True,
-        timeout=200,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
+    done = run_program("weight_update.py", model, *options, timeout_s=200)
     found = json.loads(done.stdout.splitlines()[-1])
     assert found["loaded"] < 1e-4
     assert found["old"] > 0.01

@@ -10,27 +10,17 @@ from typing import IO
 
 import psutil
 import pytest
+from programs import run_python
 from ray_cluster import eventually, kill_orphaned_proxies, ray_processes
+from vllm_helpers import run_program
 
 BIN = Path(sys.executable).parent
 
 
 @pytest.mark.timeout(900)
 def test_the_agent_learns_through_vllm(tmp_path: Path) -> None:
-    command = [
-        str(BIN / "raylight"),
-        "quickstart",
-        "--engine",
-        "vllm",
-        "--output-dir",
-        str(tmp_path),
-        "--steps",
-        "15",
-    ]
-    done = subprocess.run(
-        command, env={**os.environ, "RAY_ADDRESS": "local"}, capture_output=True, text=True, timeout=880
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
+    options = ["--engine", "vllm", "--output-dir", tmp_path, "--steps", 15]
+    done = run_python(BIN / "raylight", "quickstart", *options, timeout_s=880)
     assert "Traceback" not in done.stdout + done.stderr
     assert '"levelname": "INFO"' not in done.stdout + done.stderr
     summary = json.loads((tmp_path / "summary.json").read_text())
@@ -50,16 +40,7 @@ def test_the_agent_learns_through_vllm(tmp_path: Path) -> None:
 @pytest.mark.timeout(900)
 def test_a_schema_bound_agent_learns_through_vllm(tmp_path: Path) -> None:
     """The reward rises from about 0.5, because the choices that the schema leaves are trained."""
-    here = Path(__file__).parent
-    paths = [str(here.parent / "helpers"), str(here.parent.parent), os.environ.get("PYTHONPATH", "")]
-    done = subprocess.run(
-        [sys.executable, str(here / "schema_training.py"), str(tmp_path)],
-        env={**os.environ, "RAY_ADDRESS": "local", "PYTHONPATH": os.pathsep.join(paths)},
-        capture_output=True,
-        text=True,
-        timeout=880,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
+    run_program("schema_training.py", tmp_path)
     rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert rows[-1]["val/reward"] - rows[0]["val/reward"] >= 0.2
     learned = [row for row in rows if "learner/grad_norm" in row]
@@ -74,14 +55,7 @@ def test_a_schema_bound_agent_learns_through_vllm(tmp_path: Path) -> None:
 @pytest.mark.timeout(900)
 def test_an_adapter_learns_through_vllm(tmp_path: Path) -> None:
     """Probes and rollouts use the adapter's versions, and the engine's own weights stay as they are."""
-    done = subprocess.run(
-        [sys.executable, str(Path(__file__).parent / "lora_training.py"), str(tmp_path)],
-        env={**os.environ, "RAY_ADDRESS": "local"},
-        capture_output=True,
-        text=True,
-        timeout=880,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
+    run_program("lora_training.py", tmp_path)
     rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert rows[-1]["val/reward"] - rows[0]["val/reward"] >= 0.2
     learned = [row for row in rows if "learner/grad_norm" in row]

@@ -2,32 +2,20 @@
 weights or of an adapter, which peft loads too."""
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 from real_models import real_model_folder
+from vllm_helpers import run_program
 
 from raylight.experience.settings.correction_settings import EXACT_LIMIT, HALF_LIMIT
 
-HERE = Path(__file__).parent
 LIMITS = {"float32": EXACT_LIMIT, "bfloat16": HALF_LIMIT}
 """Default limits of the mean difference, see docs/learning_correction.md."""
 
 
 def compare(*arguments: str) -> dict[str, dict[str, float]]:
-    done = subprocess.run(
-        [sys.executable, str(HERE / "real_agreement.py"), *arguments],
-        env=os.environ | {"PYTHONPATH": os.pathsep.join([str(HERE), *sys.path])},
-        capture_output=True,
-        text=True,
-        timeout=3500,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
-    found = json.loads(done.stdout.splitlines()[-1])
+    found = json.loads(run_program("real_agreement.py", *arguments, timeout_s=3500).stdout.splitlines()[-1])
     print(arguments, json.dumps(found))
     return found
 

@@ -1,13 +1,11 @@
 """Learner and vLLM share a GPU that Ray only counts: what a run on one GPU places, starts and publishes."""
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+from vllm_helpers import run_program
 
 SLEEPS = {"sleep_while_learning": True, "args": {"enable_sleep_mode": False}}
 """Engines are told to sleep, and say why they cannot: vLLM on a CPU refuses its own argument for it."""
@@ -28,16 +26,8 @@ SLEEPS = {"sleep_while_learning": True, "args": {"enable_sleep_mode": False}}
 def test_a_run_on_one_gpu(
     algorithm: dict[str, Any], engine: dict[str, Any], learner: dict[str, Any], tmp_path: Path
 ) -> None:
-    program = Path(__file__).parent / "shared_gpu_training.py"
     options = {"algorithm": algorithm, "engine": engine | {"weight_transfer": "gloo"}, "learner": learner}
-    done = subprocess.run(
-        [sys.executable, str(program), str(tmp_path), json.dumps(options)],
-        env={**os.environ, "RAY_ADDRESS": ""},
-        capture_output=True,
-        text=True,
-        timeout=880,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
+    done = run_program("shared_gpu_training.py", tmp_path, json.dumps(options), RAY_ADDRESS="")
     rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     steps = [row for row in rows if row["step"]]
     assert [row["weights/version"] for row in steps] == [1, 2, 3]

@@ -2,11 +2,15 @@
 
 import asyncio
 import json
+import os
+import sys
 import uuid
+from pathlib import Path
 from typing import Any
 
 import torch
 from answer_rows import answer_logprobs
+from programs import run_python
 
 TOLERANCE = 1e-4
 DEADLINE_S = 60.0
@@ -34,6 +38,12 @@ def change(model: Any, seed: int, scale: float = 0.1) -> dict[str, torch.Tensor]
         for parameter in model.parameters():
             parameter.add_(torch.randn_like(parameter) * scale)
     return dict(model.state_dict())
+
+
+def run_program(name: str, *arguments: object, timeout_s: float = 880, **environment: str) -> Any:
+    """Run a program of this folder."""
+    program, paths = Path(__file__).parent / name, os.pathsep.join(sys.path)
+    return run_python(program, *arguments, timeout_s=timeout_s, PYTHONPATH=paths, **environment)
 
 
 async def until(holds: Any) -> None:

@@ -6,10 +6,10 @@ import json
 import os
 import shutil
 import socket
-import subprocess
 import sys
 
 import pytest
+from programs import run_python
 from rich.console import Console
 from typer.testing import CliRunner
 
@@ -345,13 +345,8 @@ def test_prints_the_model_as_each_engine_reads_it():
 @pytest.mark.slow
 def test_command_without_a_cluster():
     # "local": whatever else runs on this machine is not joined
-    run = subprocess.run(
-        [sys.executable, "-m", "raylight.cli", "doctor", "--address", "local", "--model", str(STARTER_MODEL)],
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
-    assert run.returncode == 0, run.stdout + run.stderr
+    command = ["-m", "raylight.cli", "doctor", "--address", "local", "--model", STARTER_MODEL]
+    run = run_python(*command, timeout_s=120)
     for title in ("machine", "packages", "Ray cluster", "engine", "missing"):
         assert f"\n{title}\n" in run.stdout
     assert "a run starts a local one" in run.stdout
