@@ -7,8 +7,8 @@ from typing import Any
 
 import echo_engine
 import httpx
-import openai
 import pytest
+from app_clients import openai_client
 from capture_helpers import Sink
 from gateway_helpers import BODY, KEY, MINE, SECRET, within
 from starlette.responses import JSONResponse
@@ -52,13 +52,7 @@ async def test_an_engine_by_dotted_name_is_served_and_recorded_behind_the_gatewa
     assert choose_engine(config) == ECHO
     engine, sink = await build_engine(EngineSettings("", "policy", config)), Sink()
     app = build_gateway(await engine.app(), engine, SECRET, Recorder(sink), None)
-    http_client = httpx.AsyncClient(transport=httpx.ASGITransport(app=app))
-    async with (
-        within(),
-        openai.AsyncOpenAI(
-            base_url=f"http://replica{MINE}/v1", api_key=KEY, http_client=http_client, max_retries=0
-        ) as client,
-    ):
+    async with within(), openai_client(app, f"http://replica{MINE}/v1", KEY) as client:
         answer = await client.chat.completions.create(**BODY)
         await sink.has(1, 1)
     assert (answer.model, answer.choices[0].message.content) == ("policy", "hi!")

@@ -7,10 +7,10 @@ import json
 from collections.abc import AsyncIterator, Callable
 from typing import Any
 
-import httpx
 import httpx2
 import openai
 import pytest
+from app_clients import openai_client
 from counting_proxy import OUTSIDE, counting_proxy
 from gateway_helpers import BODY, CHAT, asgi_scope, within
 from scripted_models import serve_chat
@@ -337,13 +337,7 @@ async def test_a_real_client_reads_streams_and_errors_through_it() -> None:
     chunk = {"id": "x", "object": "chat.completion.chunk", "created": 1, "model": "m", "choices": []}
     events = [b"data: " + json.dumps(chunk).encode() + b"\n\n"]
     engine = engine_of(streaming(Pieces(events, httpx2.ReadError("reset"))))
-    http_client = httpx.AsyncClient(transport=httpx.ASGITransport(app=await engine.app()))
-    async with (
-        within(),
-        openai.AsyncOpenAI(
-            base_url="http://here/v1", api_key="k", http_client=http_client, max_retries=0
-        ) as client,
-    ):
+    async with within(), openai_client(await engine.app()) as client:
         stream = await client.chat.completions.create(**BODY, stream=True)
         assert (await anext(stream)).id == "x"
         with pytest.raises(openai.APIError, match="broke off"):

@@ -5,9 +5,8 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 import anthropic
-import httpx
-import httpx2
 import openai
+from app_clients import anthropic_client, openai_client
 from gateway_helpers import SECRET
 from store_helpers import Box, ids_of, open_box
 from template_helpers import template
@@ -73,13 +72,9 @@ async def open_table(make_engine: MakeEngine, chat_template: str, **settings: An
         app = build_gateway(await engine.app(), engine, SECRET, recorder, None, **settings)
         url = f"http://replica{attempt_path(*ids_of(rollout))}/v1"
         key = attempt_key(SECRET, *ids_of(rollout))
-        http = httpx.AsyncClient(transport=httpx.ASGITransport(app))
-        http2 = anthropic.DefaultAsyncHttpxClient(transport=httpx2.ASGITransport(app))
         async with (
-            openai.AsyncOpenAI(base_url=url, api_key=key, http_client=http, max_retries=0) as client,
-            anthropic.AsyncAnthropic(
-                base_url=url.removesuffix("/v1"), api_key=key, http_client=http2, max_retries=0
-            ) as other,
+            openai_client(app, url, key) as client,
+            anthropic_client(app, url.removesuffix("/v1"), key) as other,
         ):
             yield Table(engine, box, rollout, client, other)
         await recorder.aclose()

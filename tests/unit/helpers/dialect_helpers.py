@@ -6,10 +6,6 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
 
-import anthropic
-import httpx
-import httpx2
-import openai
 from asgi_helpers import response_body, start, stream_start
 from starlette.types import ASGIApp, Receive, Scope, Send
 
@@ -154,19 +150,6 @@ async def _send_json(send: Send, status: int, answer: Any, **more: str) -> None:
     kind = "text/plain" if isinstance(answer, str) else "application/json"
     await send(start(status, content_type=kind, **more))
     await send(response_body(content))
-
-
-def anthropic_client(app: ASGIApp) -> anthropic.AsyncAnthropic:
-    client = httpx2.AsyncClient(transport=httpx2.ASGITransport(app=app))
-    return anthropic.AsyncAnthropic(
-        api_key="key", base_url="http://engine", http_client=client, max_retries=0
-    )
-
-
-def openai_client(app: ASGIApp) -> openai.AsyncOpenAI:
-    # every supported release of openai takes a client of httpx, those before 3 no other
-    client = httpx.AsyncClient(transport=httpx.ASGITransport(app=app))
-    return openai.AsyncOpenAI(api_key="key", base_url="http://engine/v1", http_client=client, max_retries=0)
 
 
 def translated(*says: Say) -> tuple[FakeChat, ASGIApp]:

@@ -5,11 +5,11 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
-import httpx
 import openai
 import pytest
 import torch
 from answer_rows import answer_logprobs
+from app_clients import openai_client
 from transformers import AutoModelForCausalLM
 from unit_helpers import within
 
@@ -117,13 +117,7 @@ def restyle(engine: TransformersEngine, template: str, **how: Any) -> None:
 
 async def client_of(engine: TransformersEngine) -> openai.AsyncOpenAI:
     """Return the real SDK's client of the engine's application."""
-    transport = httpx.ASGITransport(await engine.app())
-    return openai.AsyncOpenAI(
-        base_url="http://engine/v1",
-        api_key="key",
-        max_retries=0,
-        http_client=httpx.AsyncClient(transport=transport),
-    )
+    return openai_client(await engine.app())
 
 
 def open_context() -> CaptureContext:

@@ -2,10 +2,9 @@
 
 from typing import Any
 
-import anthropic
-import httpx2
 import openai
 import pytest
+from app_clients import anthropic_client, openai_client
 from transformers_helpers import MakeEngine, restyle
 
 from raylight.serving.gateway.gateway import build_gateway
@@ -45,18 +44,15 @@ async def test_a_hint_that_the_template_reads_is_in_the_prompt(
 ) -> None:
     engine = make_engine()
     restyle(engine, TEMPLATE)
-    transport = httpx2.ASGITransport(build_gateway(await engine.app(), engine, None, None, None))
-    url = "http://localhost"
+    app = build_gateway(await engine.app(), engine, None, None, None)
     if dialect == "messages":
-        http: Any = anthropic.DefaultAsyncHttpxClient(transport=transport)
-        async with anthropic.AsyncAnthropic(base_url=url, api_key="k", http_client=http) as client:
+        async with anthropic_client(app, "http://localhost") as client:
             message = await client.messages.create(
                 model="policy", messages=HI, max_tokens=1, extra_body=fields
             )
             tokens = message.usage.input_tokens
     else:
-        http = openai.DefaultAsyncHttpxClient(transport=transport)
-        async with openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="k", http_client=http) as client:
+        async with openai_client(app, "http://localhost/v1") as client:
             tokens = await prompt_tokens(client, dialect, fields)
     assert tokens == len(engine.tokenizer.encode(prompt, add_special_tokens=False))
 

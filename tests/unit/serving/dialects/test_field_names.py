@@ -5,7 +5,8 @@ from typing import Any
 import anthropic
 import openai
 import pytest
-from dialect_helpers import FakeChat, Say, anthropic_client, openai_client, translated
+from app_clients import anthropic_client, openai_client
+from dialect_helpers import FakeChat, Say, translated
 from starlette.types import ASGIApp
 from template_helpers import user
 

@@ -3,8 +3,9 @@
 import asyncio
 
 import pytest
+from app_clients import anthropic_client, openai_client
 from asgi_helpers import response_body, start, stream_start
-from dialect_helpers import Say, anthropic_client, openai_client
+from dialect_helpers import Say
 from starlette.types import Message, Receive, Send
 from starlette.types import Scope as AsgiScope
 

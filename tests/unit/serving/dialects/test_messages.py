@@ -6,6 +6,7 @@ from typing import Any
 
 import anthropic
 import pytest
+from app_clients import anthropic_client
 from dialect_helpers import (
     BREAKS,
     OLD_VLLM_ERROR,
@@ -14,7 +15,6 @@ from dialect_helpers import (
     WEATHER,
     FakeChat,
     Say,
-    anthropic_client,
     call,
     translated,
 )

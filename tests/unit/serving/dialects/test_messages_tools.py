@@ -4,7 +4,8 @@ from typing import Any
 
 import anthropic
 import pytest
-from dialect_helpers import WEATHER, FakeChat, Say, anthropic_client
+from app_clients import anthropic_client
+from dialect_helpers import WEATHER, FakeChat, Say
 
 from raylight.serving.dialects.translate import TranslationMiddleware
 

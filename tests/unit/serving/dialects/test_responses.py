@@ -5,6 +5,7 @@ from typing import Any
 import openai
 import pydantic
 import pytest
+from app_clients import openai_client
 from dialect_helpers import (
     BREAKS,
     OLD_VLLM_ERROR,
@@ -13,7 +14,6 @@ from dialect_helpers import (
     WEATHER,
     Say,
     call,
-    openai_client,
     translated,
 )
 from openai.types.responses import Response, ResponseStreamEvent

@@ -7,7 +7,8 @@ from typing import Any
 import openai
 import pydantic
 import pytest
-from dialect_helpers import WEATHER, FakeChat, Say, call, openai_client
+from app_clients import openai_client
+from dialect_helpers import WEATHER, FakeChat, Say, call
 from openai.types.responses import Response, ResponseStreamEvent
 
 from raylight.images.messages import recorded_url

@@ -9,6 +9,7 @@ import httpx
 import httpx2
 import openai
 import pytest
+from app_clients import anthropic_client, openai_client
 from capture_helpers import ENGINE, FakeApp, Sink
 from gateway_helpers import ANSWER, BODY, CHAT, KEY, MINE, SECRET, value_of, within
 from starlette.responses import JSONResponse
@@ -47,16 +48,10 @@ class Stack:
         )
 
     def openai(self, path: str = MINE) -> openai.AsyncOpenAI:
-        http_client = httpx.AsyncClient(transport=httpx.ASGITransport(app=self.app))
-        return openai.AsyncOpenAI(
-            base_url=f"http://localhost{path}/v1", api_key=KEY, http_client=http_client, max_retries=0
-        )
+        return openai_client(self.app, f"http://localhost{path}/v1", KEY)
 
     def anthropic(self) -> anthropic.AsyncAnthropic:
-        http_client = anthropic.DefaultAsyncHttpxClient(transport=httpx2.ASGITransport(app=self.app))
-        return anthropic.AsyncAnthropic(
-            base_url=f"http://localhost{MINE}", api_key=KEY, http_client=http_client, max_retries=0
-        )
+        return anthropic_client(self.app, f"http://localhost{MINE}", KEY)
 
     async def post(self, path: str, key: str = KEY, body: Any = BODY, **headers: str) -> httpx.Response:
         transport = httpx.ASGITransport(app=self.app, raise_app_exceptions=False)

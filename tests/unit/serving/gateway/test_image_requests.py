@@ -9,10 +9,9 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 import anthropic
-import httpx
-import httpx2
 import openai
 import pytest
+from app_clients import anthropic_client, openai_client
 from gateway_helpers import SECRET
 from image_helpers import data_url, image_file, make_image
 from PIL import Image as pillow
@@ -58,15 +57,10 @@ class Served:
         return self
 
     def openai(self) -> openai.AsyncOpenAI:
-        http_client = httpx.AsyncClient(transport=httpx.ASGITransport(app=self.gateway))
-        url = f"{self.base}/v1"
-        return openai.AsyncOpenAI(base_url=url, api_key=self.key, http_client=http_client, max_retries=0)
+        return openai_client(self.gateway, f"{self.base}/v1", self.key)
 
     def anthropic(self) -> anthropic.AsyncAnthropic:
-        http_client = anthropic.DefaultAsyncHttpxClient(transport=httpx2.ASGITransport(app=self.gateway))
-        return anthropic.AsyncAnthropic(
-            base_url=self.base, api_key=self.key, http_client=http_client, max_retries=0
-        )
+        return anthropic_client(self.gateway, self.base, self.key)
 
     async def ask(self, dialect: str, messages: list[Any]) -> None:
         async with within():

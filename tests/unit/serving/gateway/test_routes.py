@@ -5,8 +5,8 @@ from typing import Any
 from urllib.parse import quote, unquote
 
 import httpx
-import openai
 import pytest
+from app_clients import openai_client
 from gateway_helpers import BODY, CHAT, SECRET, Site, within
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
@@ -45,17 +45,10 @@ async def status(site: Site, path: str, key: str, app: Any = None) -> int:
         return (await client.post(path, headers={"authorization": f"Bearer {key}"}, json=BODY)).status_code
 
 
-def openai_client(site: Site, llm: LLM) -> openai.AsyncOpenAI:
-    http_client = httpx.AsyncClient(transport=httpx.ASGITransport(app=site.app))
-    return openai.AsyncOpenAI(
-        base_url=llm.get_base_url(), api_key=llm.api_key, http_client=http_client, max_retries=0
-    )
-
-
 @pytest.mark.parametrize("rollout_id", ODD)
 async def test_any_rollout_id_is_called_through_the_real_sdk(site: Site, rollout_id: str) -> None:
     llm = LLM(endpoint="http://replica", model="policy", traced=True).for_attempt(rollout_id, "at-1", SECRET)
-    async with openai_client(site, llm) as client, within():
+    async with openai_client(site.app, llm.get_base_url(), llm.api_key) as client, within():
         answer = await client.chat.completions.create(**BODY)
     assert answer.choices[0].message.content == "hello"
     assert site.inner.attempts == [(rollout_id, "at-1")]
@@ -70,7 +63,7 @@ async def test_any_agents_name_is_recorded_as_it_is(site: Site, agent: str) -> N
         .for_attempt("a/b", "at-1", SECRET)
         .for_agent(agent)
     )
-    async with openai_client(site, llm) as client, within():
+    async with openai_client(site.app, llm.get_base_url(), llm.api_key) as client, within():
         await client.chat.completions.create(**BODY)
     ((_, scope, _, _),) = site.inner.seen
     assert (scope.rollout_id, scope.agent) == ("a/b", agent)

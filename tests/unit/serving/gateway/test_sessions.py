@@ -9,6 +9,7 @@ from typing import Any
 import httpx
 import openai
 import pytest
+from app_clients import openai_client
 from capture_helpers import ENGINE, FakeApp
 from gateway_helpers import BODY, SECRET, within
 from store_helpers import Box, open_box
@@ -76,13 +77,7 @@ class Server:
         return (await self.client.get(f"{SESSIONS}/{session['session_id']}")).json()["status"]
 
     def openai(self, session: dict[str, Any]) -> openai.AsyncOpenAI:
-        http_client = httpx.AsyncClient(transport=httpx.ASGITransport(app=self.app))
-        return openai.AsyncOpenAI(
-            base_url=session["base_url"],
-            api_key=session["api_key"],
-            http_client=http_client,
-            max_retries=0,
-        )
+        return openai_client(self.app, session["base_url"], session["api_key"])
 
     async def call(self, session: dict[str, Any]) -> str | None:
         reply = await self.openai(session).chat.completions.create(**BODY)
