@@ -219,7 +219,7 @@ def _exit_of(name: str) -> str:
 
 
 _current: ClusterMonitor | None = None
-"""Monitor of this process's last connection to Ray; a process has at most one connection."""
+"""Monitor of this process's only connection to Ray, and of the last one after its cluster was lost."""
 
 
 @contextlib.contextmanager
@@ -232,6 +232,8 @@ def monitored_cluster(monitor: ClusterMonitor) -> Iterator[None]:
         yield
     finally:
         monitor.stop()
+        if monitor.error is None:
+            _current = None
 
 
 def is_cluster_lost() -> bool:

@@ -120,6 +120,17 @@ async def test_an_error_that_the_loss_causes_is_not_the_one_that_is_raised(liste
         await asyncio.wait_for(until_lost(fail(), ""), WAIT_S)
 
 
+async def test_a_connection_that_has_ended_without_a_loss_is_forgotten(listener: Listener) -> None:
+    with monitored_cluster(watch(listener, left=True)):
+        assert listener.connected.wait(WAIT_S)
+
+    async def fail() -> None:
+        raise RunnerLostError("no")
+
+    with pytest.raises(RunnerLostError):
+        await until_lost(fail(), "")
+
+
 async def test_results_errors_and_cancellations_of_the_work_pass_through(listener: Listener) -> None:
     stopped = []
 

@@ -20,7 +20,6 @@ from raylight.quickstart import STARTER_MODEL
 from raylight.store.client import StoreClient
 from raylight.store.service import StoreService
 from raylight.trainer import launch
-from raylight.trainer.ray_session import cluster_monitor
 from raylight.trainer.ray_session.connection import Connection
 from raylight.trainer.runs.policy_run import PolicyRun
 
@@ -129,7 +128,6 @@ def test_few_functions_are_between_the_users_call_and_the_learners(
         return await original(self, batch)
 
     monkeypatch.setattr(launch, "ray_session", session)
-    monkeypatch.setattr(cluster_monitor, "_current", None)  # of an earlier cluster of this process
     monkeypatch.setattr(launch, "ClusterFacts", KnownFacts)
     monkeypatch.setattr(PolicyRun, "components", lambda run, *_: LocalRun(run))
     monkeypatch.setattr(Ranks, "update", update)
