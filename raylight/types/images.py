@@ -24,7 +24,7 @@ def compared_ids(ids: NDArray[np.int32], images: Iterable[PlacedImage]) -> NDArr
     """Return token ids by which two prompts are compared: equal only where the images are equal too.
 
     The tokens that stand for an image are the same for every image. They become a negative number that
-    depends on its digest.
+    depends on its digest, and its first token another one: an image of two tokens is not twice an image.
 
     Args:
         ids: int32 of shape (tokens,).
@@ -35,5 +35,7 @@ def compared_ids(ids: NDArray[np.int32], images: Iterable[PlacedImage]) -> NDArr
         return ids
     compared = ids.copy()
     for image in places:
-        compared[image.start : image.stop] = -1 - int(image.sha256[:8], 16) % 2**31
+        number = 2 * (int(image.sha256[:8], 16) % 2**30)
+        compared[image.start : image.stop] = -2 - number
+        compared[image.start : image.start + 1] = -1 - number
     return compared

@@ -25,7 +25,14 @@ def test_ids_without_images_are_not_copied() -> None:
 def test_an_image_has_negative_ids(digest: str) -> None:
     ids = compared_ids(np.array([1, PAD, PAD, 2], np.int32), [PlacedImage(digest, 1, 3)])
     assert ids[[0, 3]].tolist() == [1, 2]
-    assert ids[1] == ids[2] < 0
+    assert ids[1] < 0
+    assert ids[2] < 0
+
+
+def test_an_image_of_two_tokens_is_not_an_image_twice() -> None:
+    ids = np.array([PAD, PAD], np.int32)
+    once, twice = [PlacedImage(A, 0, 2)], [PlacedImage(A, 0, 1), PlacedImage(A, 1, 2)]
+    assert (compared_ids(ids, once) != compared_ids(ids, twice)).tolist() == [False, True]
 
 
 def test_calls_differ_by_their_images() -> None:
