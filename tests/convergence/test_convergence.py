@@ -3,7 +3,6 @@
 Most bounds on a gain are about half of the smallest gain of three seeds.
 """
 
-import json
 import math
 import random
 import re
@@ -17,6 +16,7 @@ import schema_agent
 import torch
 from judged_group import judge_llm, scores_of
 from quotes import buyer, quotes, teach_buyer
+from run_output import metric_rows
 from scripted_models import serve_script
 from transformers import AutoModelForCausalLM
 
@@ -44,7 +44,7 @@ def fit(
     summary = trainer.fit(agent, data[0], val_dataset=data[1])
     assert summary["steps"] == algorithm.n_steps
     assert summary["rollouts_lost"] == 0
-    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    rows = metric_rows(folder)
     updates = [row for row in rows if "learner/grad_norm" in row]
     without_signal = [
         row for row in rows if row.get("train/groups_without_signal") == row.get("train/groups", 0)

@@ -1,6 +1,5 @@
 """A policy learns from a reward model that the run serves, which was itself trained on pairs of answers."""
 
-import json
 import os
 import signal
 from pathlib import Path
@@ -10,6 +9,7 @@ import psutil
 import pytest
 import yaml
 from reward_models import build_reward_model, teach_digit
+from run_output import metric_rows
 
 import raylight as rl
 from raylight.quickstart import STARTER_MODEL
@@ -46,7 +46,7 @@ def fit(folder: Path, model: str, n_steps: int, **arguments: Any) -> list[dict]:
         checkpoint={"every": 2},
     )
     trainer.fit(answerer, TRAIN, VAL[:64], **arguments)
-    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return metric_rows(folder)
 
 
 def kill_replica(folder: Path) -> None:

@@ -20,6 +20,7 @@ from docs_snippets import Snippet, snippet
 from framework_agents import CLIENTS, RunTasks
 from packaging.version import Version
 from ray_cluster import Cluster
+from run_output import metric_rows
 from scripted_model import scripted_model
 
 import raylight as rl
@@ -106,7 +107,7 @@ def scripted(connected: None, tmp_path_factory: pytest.TempPathFactory) -> dict[
 @pytest.mark.slow
 @pytest.mark.framework("litellm")
 async def test_agents_without_tools_are_trained(trained: Path) -> None:
-    rows = [json.loads(line) for line in (trained / "metrics.jsonl").read_text().splitlines()]
+    rows = metric_rows(trained)
     (row,) = [row for row in rows if "learner/grad_norm" in row]
     assert row["train/failed"] == 0
     service = rl.StoreService(trained / "store.db", read_only=True)

@@ -1,6 +1,5 @@
 """The example that trains mini-swe-agent on a toy repository."""
 
-import json
 import math
 import re
 import shutil
@@ -11,6 +10,7 @@ import yaml
 from example_modules import example_module
 from jinja2 import Template
 from programs import run_python
+from run_output import metric_rows
 
 from examples.starter_models.tasks.repairs import harness
 
@@ -39,7 +39,7 @@ def test_the_harness_learns_to_pass_the_tests(tmp_path: Path) -> None:
         pytest.skip("mini is not installed: pip install mini-swe-agent mcp")
     program = ROOT / "examples" / "harness_agent" / "train.py"
     run_python(program, "--cpu", "--output-dir", tmp_path, cwd=ROOT, timeout_s=3500, PYTHONPATH=str(ROOT))
-    rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    rows = metric_rows(tmp_path)
     before, *_, after = [row for row in rows if "val/reward" in row]
     error = math.hypot(before["val/reward_error"], after["val/reward_error"])
     assert after["val/reward"] - before["val/reward"] > 3 * error, (before, after)

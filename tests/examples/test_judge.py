@@ -3,8 +3,9 @@
 from pathlib import Path
 
 import pytest
-from example_modules import example_module, metric_rows, train_three_steps
+from example_modules import example_module, train_three_steps
 from judged_group import rollout
+from run_output import metric_rows
 
 import raylight as rl
 

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 from example_modules import updates
 from math_helpers import ROOT, ScriptedModel, first_step, solving
+from run_output import metric_rows
 
 import raylight as rl
 from examples.math_agent import train
@@ -81,7 +82,7 @@ def test_a_model_is_trained_through_agent_framework(tmp_path: Path, monkeypatch:
     options = ["--client", "agent_framework", "--steps", "2", "--cpu", "--output-dir", str(run)]
     train.main(["--model", TOOL_MODEL, *options])
     assert json.loads((run / "summary.json").read_text())["steps"] == 2
-    metrics = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    metrics = metric_rows(run)
     assert [line["step"] for line in metrics if line.get("learner/grad_norm", 0.0) > 0.0] == [1, 2]
     assert (run / "checkpoint" / "model.safetensors").exists()
     finished = asyncio.run(read(run / "store.db"))

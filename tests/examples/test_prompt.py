@@ -7,6 +7,7 @@ import httpx
 import pytest
 from example_modules import example_module, run_copy
 from math_helpers import ScriptedModel
+from run_output import metric_rows
 
 import raylight as rl
 
@@ -45,7 +46,7 @@ def test_three_steps_with_the_prompt_that_was_found(tmp_path: Path) -> None:
     apo = json.loads((out / "apo" / "apo.json").read_text())
     best = next(candidate for candidate in apo["candidates"] if candidate["version"] == apo["best"])
     assert best["val_score"] >= apo["candidates"][0]["val_score"]
-    steps = [json.loads(line) for line in (out / "grpo" / "metrics.jsonl").read_text().splitlines()]
+    steps = metric_rows(out / "grpo")
     trained = [step for step in steps if "learner/grad_norm" in step]
     assert len(trained) == 3
     assert all(step["mismatch/logprob_abs_max"] < 1e-3 for step in trained)

@@ -1,6 +1,5 @@
 """The example that trains a pretrained model from the package index."""
 
-import json
 import random
 import subprocess
 import zipfile
@@ -9,6 +8,7 @@ from pathlib import Path
 import pytest
 from example_modules import example_module
 from programs import run_python
+from run_output import metric_rows
 
 from raylight.errors import ModelNotFoundError
 
@@ -72,7 +72,7 @@ def run_program(name: str, model: Path, output: Path, *options: str) -> None:
 
 
 def trained_steps(run: Path) -> list[dict[str, float]]:
-    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    rows = metric_rows(run)
     return [row for row in rows if "train/reward" in row]
 
 

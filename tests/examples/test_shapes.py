@@ -4,8 +4,9 @@ import itertools
 from pathlib import Path
 
 import pytest
-from example_modules import example_module, metric_rows, run_copy, train_three_steps
+from example_modules import example_module, run_copy, train_three_steps
 from math_helpers import ScriptedModel
+from run_output import metric_rows
 
 import raylight as rl
 

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from run_output import metric_rows
 
 from raylight.quickstart import STARTER_MODEL
 
@@ -44,7 +45,7 @@ def test_training_learns_and_leaves_an_adapter(trained: Path) -> None:
     assert summary["steps"] == 8
     assert summary["reward_before"] < 0.72  # half of the answers are correct; a wrong number earns 0.1
     assert summary["reward_after"] > summary["reward_before"] + 0.1
-    rows = [json.loads(line) for line in (trained / "metrics.jsonl").read_text().splitlines()]
+    rows = metric_rows(trained)
     assert [row["step"] for row in rows if "val/reward" in row] == [0, 4, 8]
     assert sorted(path.name for path in (trained / "state").iterdir()) == ["step-4", "step-8"]
     for folder in (trained / "checkpoint" / "adapter", trained / "best" / "adapter"):

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from example_modules import example_module, run_copy
 from ray_cluster import free_port
+from run_output import metric_rows
 
 import raylight as rl
 from raylight.cli.examples import example_folders
@@ -52,7 +53,7 @@ def test_the_run_ends_with_the_service() -> None:
 def test_three_steps_with_rewards_that_come_later(tmp_path: Path) -> None:
     out, port = tmp_path / "out", str(free_port())
     run_copy("support", tmp_path, "--steps", "3", "--port", port, "--cpu", "--output-dir", str(out))
-    rows = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    rows = metric_rows(out)
     assert [row["step"] for row in rows] == [1, 2, 3]
     assert sum("learner/grad_norm" in row for row in rows) == 3
     assert rows[-1]["sessions/late_used"] > 0

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 from ray_cluster import Cluster
+from run_output import metric_rows
 from tau2_helpers import (
     TASK_BY_OPENING,
     TASKS,
@@ -254,7 +255,7 @@ def test_the_assistant_is_trained_beside_a_fixed_user(server: ScriptedServer, tm
         str(tmp_path),
     )
     assert "step 3/3" in shown
-    rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    rows = metric_rows(tmp_path)
     steps = [row for row in rows if row["step"]]
     assert [row["step"] for row in steps] == [1, 2, 3]
     assert all(row["train/trained"] == 4 and row["train/other_agents"] == 0 for row in steps)

@@ -1,13 +1,13 @@
 """Modules of the examples that people copy, imported as the examples' own programs import them."""
 
 import importlib
-import json
 import sys
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 from programs import run_python
+from run_output import metric_rows
 
 from raylight.cli.examples import copy_example, example_folders
 
@@ -40,11 +40,6 @@ def train_three_steps(example: str, parent: Path, *arguments: str) -> list[dict[
     steps = updates(output)
     assert len(steps) == 3
     return steps
-
-
-def metric_rows(output: Path) -> list[dict[str, Any]]:
-    """Return the metrics that a run wrote, a dict for each step."""
-    return [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
 
 
 def updates(output: Path) -> list[dict[str, Any]]:

@@ -1,12 +1,12 @@
 """GRPO trains one executor of an agent-framework workflow; the executors' names select its calls."""
 
 import asyncio
-import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from run_output import metric_rows
 from scripted_models import serve_chat
 from starlette.requests import Request
 from starlette.responses import JSONResponse
@@ -144,7 +144,7 @@ def finished(folder: Path) -> list[FinishedRollout]:
 
 
 def test_only_the_solvers_calls_are_trained(folder: Path) -> None:
-    (row,) = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    (row,) = metric_rows(folder)
     assert (row["train/failed"], row["train/trained"], row["train/other_agents"]) == (0, 8, 8)
 
 

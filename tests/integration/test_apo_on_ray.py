@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 from openai import AsyncOpenAI
+from run_output import metric_rows
 from scripted_models import serve_script
 
 import raylight as rl
@@ -110,7 +111,7 @@ def test_the_prompt_improves_the_reward(tmp_path: Path, capsys: pytest.CaptureFi
     assert left["best"] == "v2"
     assert left["candidates"][2]["parent"] == "v0"
     assert (tmp_path / "best_prompt.txt").read_text() == algorithm.get_best_prompt().template
-    rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    rows = metric_rows(tmp_path)
     assert [(row["step"], row["val/reward"]) for row in rows] == [(0, 0.0), (1, 1.0), (2, 1.0)]
     # seed on 6; 4 branches on 2; 3 prompts on 3; the leader on 6
     # 4 branches on 2; 2 prompts on 3, because the other rewrites were rejected
@@ -182,7 +183,7 @@ def test_a_failing_endpoint_ends_the_run_and_resume_continues_it(tmp_path: Path)
     after = algorithm.history
     assert after is not None
     assert after.rounds_done == 2
-    rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    rows = metric_rows(tmp_path)
     assert [row["step"] for row in rows] == [0, 1, 2]
     assert [c.version for c in after.candidates][:5] == ["v0", "v1", "v2", "v3", "v4"]
     assert after.candidates[0].val_score == before.candidates[0].val_score

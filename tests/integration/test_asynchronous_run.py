@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import json
 from pathlib import Path
 
 import pytest
+from run_output import metric_rows
 
 import raylight as rl
 from raylight.quickstart import STARTER_MODEL
@@ -41,7 +41,7 @@ def test_rollouts_updates_and_publications_overlap(stale: str, tmp_path: Path) -
     )
     trainer = rl.Trainer(algorithm=algorithm, n_runners=1, output_dir=tmp_path, progress=False)
     summary = trainer.fit(waiting_adder, train, val[:4])
-    rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    rows = metric_rows(tmp_path)
     assert [row["step"] for row in rows] == list(range(STEPS + 1))
     assert [row["step"] for row in rows if "val/reward" in row] == [0, 3, 6]
     ages = [row["async/staleness_max"] for row in rows[1:]]

@@ -1,6 +1,5 @@
 """A user's mistake raises one typed error with a remedy, and leaves the cluster unchanged."""
 
-import json
 import socket
 from collections.abc import Callable
 from pathlib import Path
@@ -8,6 +7,7 @@ from typing import Any
 
 import pytest
 from ray_cluster import Cluster
+from run_output import metric_rows
 
 import raylight as rl
 from raylight import errors
@@ -106,7 +106,7 @@ def test_failures_on_some_tasks_are_counted_and_not_trained(cluster: Cluster, tm
     assert summary["rollouts"] == 64
     assert summary["rollouts_failed"] == 32
     assert summary["failures"] == {"KeyError: 'unlucky'": 32}
-    rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    rows = metric_rows(tmp_path)
     assert [(row["train/failed"], row["train/trained"]) for row in rows] == [(16, 16), (16, 16)]
     cluster.assert_clean()
 

@@ -1,11 +1,11 @@
 """A rollout that alternates between two SDKs and calls a traced external judge yields one trajectory."""
 
-import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from run_output import metric_rows
 from scripted_models import serve_chat
 from starlette.requests import Request
 from starlette.responses import JSONResponse
@@ -99,7 +99,7 @@ def folder(judge: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.slow
 async def test_a_conversation_in_two_dialects_is_one_trajectory(folder: Path) -> None:
-    (row,) = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    (row,) = metric_rows(folder)
     assert row["train/failed"] == 0
     assert row["trace/extensions"] == 8 * (TURNS - 1)
     assert row["trace/drifts_response"] == row["trace/forks"] == row["train/aborted"] == 0

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 from random_rows import plain_logprobs, plain_tops, random_rows
+from run_output import metric_rows
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import raylight as rl
@@ -176,7 +177,7 @@ def fit(folder: Path, teacher: Any, n_steps: int, resume: Any = False, **setting
         progress=False,
     )
     trainer.fit(unscored_adder, TRAIN, resume=resume)
-    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    rows = metric_rows(folder)
     return [row for row in rows if row["step"]]
 
 

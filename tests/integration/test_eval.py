@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 from ray_cluster import BIN, Cluster
+from run_output import metric_rows
 
 from raylight.quickstart import STARTER_MODEL
 from raylight.quickstart.additions import additions
@@ -256,7 +257,7 @@ def test_early_stopping_ends_training_and_keeps_the_best(
     assert (
         summary["steps"] == 2
     )  # of 20: the evaluations after steps 1 and 2 do not exceed the initial reward by 100
-    rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    rows = metric_rows(tmp_path / "run")
     assert all("val/response_tokens" in row for row in rows)
     best = json.loads((tmp_path / "run" / "best" / "best.json").read_text())
     assert {"metric": best["metric"], "step": best["step"], "value": best["value"]} == summary["best"]

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import yaml
 from ray_cluster import Cluster, eventually, free_port
+from run_output import metric_rows
 
 import raylight as rl
 from raylight.quickstart import STARTER_MODEL
@@ -164,7 +165,7 @@ def test_a_killed_runner_is_replaced_and_nothing_is_lost(cluster: Cluster, tmp_p
     assert summary["steps"] == 2
     assert summary["rollouts"] == 64
     assert summary["rollouts_lost"] == summary["rollouts_failed"] == 0
-    rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    rows = metric_rows(tmp_path / "run")
     assert [row["train/trained"] for row in rows] == [32, 32]
     cluster.assert_clean()
 
@@ -200,7 +201,7 @@ def test_a_killed_store_loses_nothing(cluster: Cluster, tmp_path: Path) -> None:
         killer.join()
     assert (summary["steps"], summary["rollouts"]) == (6, 192)
     assert summary["rollouts_lost"] == summary["rollouts_failed"] == 0
-    rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    rows = metric_rows(tmp_path)
     assert [row["train/trained"] for row in rows] == [32] * 6
     assert [row["trace/calls"] for row in rows] == [32] * 6
     cluster.assert_clean()

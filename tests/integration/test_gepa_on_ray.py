@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 from openai import AsyncOpenAI
 from ray_cluster import Cluster
+from run_output import metric_rows
 from scripted_models import add_a_missing_word, serve_script
 
 import raylight as rl
@@ -78,7 +79,7 @@ def test_reflection_on_traces_improves_the_prompt(shared_cluster: Cluster, tmp_p
     result = json.loads((tmp_path / "gepa.json").read_text())
     assert [candidate["val_score"] for candidate in result["candidates"]] == [0.0, 1.0]
     assert (tmp_path / "best_prompt.txt").read_text() == best
-    rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    rows = metric_rows(tmp_path)
     assert rows[-1]["val/reward"] == 1.0
     assert rows[-1]["gepa/rollouts"] == result["rollouts"]
 
@@ -102,18 +103,14 @@ def test_a_search_goes_on_after_its_driver_was_killed(shared_cluster: Cluster, t
         first.kill()
         first.wait()
         killed.set()
-        (row,) = read_rows(tmp_path)
+        (row,) = metric_rows(tmp_path)
         before = json.loads((tmp_path / "gepa" / "candidates.json").read_text())
         subprocess.run(command, env=shared_cluster.env(), check=True, timeout=120)
     result = json.loads((tmp_path / "gepa.json").read_text())
     texts = [candidate["text"] for candidate in result["candidates"]]
     assert texts[:2] == [candidate["prompt_template"] for candidate in before]
     assert result["candidates"][result["best"]]["val_score"] == 1.0
-    assert [row["step"] for row in read_rows(tmp_path)] == list(range(1, len(read_rows(tmp_path)) + 1))
+    assert [row["step"] for row in metric_rows(tmp_path)] == list(range(1, len(metric_rows(tmp_path)) + 1))
     with sqlite3.connect(f"file:{tmp_path}/store.db?mode=ro", uri=True) as db:
         ((made,),) = db.execute("SELECT COUNT(*) FROM rollouts WHERE status = 'succeeded'")
     assert made == result["rollouts"] - row["gepa/rollouts"]  # the seed was not scored again
-
-
-def read_rows(folder: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]

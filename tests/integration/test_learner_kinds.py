@@ -1,13 +1,13 @@
 """Runs with a local and with a simulated learner: the same loop, states and versions as with ranks."""
 
 import asyncio
-import json
 import sqlite3
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from run_output import metric_rows
 from safetensors.numpy import load_file
 
 import raylight as rl
@@ -19,10 +19,6 @@ from raylight.store.service import StoreService
 from raylight.types import FinishedRollout
 
 pytestmark = pytest.mark.usefixtures("connected_on_one_thread")
-
-
-def rows_of(folder: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
 def fit(folder: Path, n_steps: int, learner: dict[str, Any], resume: Any = False, **settings: Any) -> dict:
@@ -55,7 +51,7 @@ def test_any_algorithm_trains_locally_and_resumes(tmp_path: Path) -> None:
     assert (tmp_path / "best" / "config.json").exists()
     summary = fit(tmp_path, 4, learner, resume=True, kl_reward_coef=1e-3)
     assert summary["steps"] == 4
-    rows = rows_of(tmp_path)
+    rows = metric_rows(tmp_path)
     assert [row["step"] for row in rows] == [0, 1, 2, 3, 4]
     updates = [row for row in rows[1:] if row["train/groups_without_signal"] < 4]
     assert [row["weights/version"] for row in updates] == [*range(1, len(updates) + 1)]
@@ -69,7 +65,7 @@ def test_any_algorithm_trains_locally_and_resumes(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_rollouts_go_on_beside_updates_of_a_local_learner(tmp_path: Path) -> None:
     fit(tmp_path, 3, {"kind": "local", "lora": {"rank": 4}}, max_staleness=2)
-    rows = rows_of(tmp_path)[1:]
+    rows = metric_rows(tmp_path)[1:]
     assert [row["step"] for row in rows] == [1, 2, 3]
     assert 1 <= max(row["async/staleness_max"] for row in rows) <= 2
     assert all(row["async/engine_idle_s"] >= 0 for row in rows)
@@ -82,7 +78,7 @@ def test_a_simulated_learner_gives_tokens_new_versions_and_resumes(tmp_path: Pat
     learner = {"kind": "simulated", "step_s": 0.05, "sync_s": 0.01}
     fit(tmp_path, 2, learner, max_staleness=1)
     fit(tmp_path, 3, learner, resume=True, max_staleness=1)
-    rows = rows_of(tmp_path)
+    rows = metric_rows(tmp_path)
     assert [row["step"] for row in rows] == [0, 1, 2, 3]
     assert [row["weights/version"] for row in rows[1:]] == [1, 2, 3]
     assert all(row["learner/update_s"] >= 0.05 for row in rows[1:])

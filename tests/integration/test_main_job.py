@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import yaml
 from ray_cluster import BIN, eventually
+from run_output import metric_rows
 
 from raylight.serving.deploy.ingress_host import DEFAULT_PORT, FALLBACK_PORT
 
@@ -46,7 +47,7 @@ def test_the_agent_learns(
     assert summary["steps"] == steps
     assert summary["rollouts_lost"] == 0
 
-    rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    rows = metric_rows(tmp_path)
     assert [row["step"] for row in rows] == list(range(steps + 1))
     wanted = {
         "train/reward",
@@ -81,7 +82,7 @@ def test_an_agent_with_a_tool_learns(tmp_path: Path, no_processes_left: None) ->
     summary = json.loads((tmp_path / "summary.json").read_text())
     assert 0.25 <= summary["reward_before"] <= 0.65
     assert summary["reward_after"] >= summary["reward_before"] + 0.25
-    rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    rows = metric_rows(tmp_path)
     assert {row["trace/drifts"] for row in rows if "learner/grad_norm" in row} == {0}
 
 

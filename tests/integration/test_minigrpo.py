@@ -1,12 +1,12 @@
 """MiniGRPO on a real Ray cluster: runners, durable store, HTTP, one process that samples and trains."""
 
-import json
 import sqlite3
 from pathlib import Path
 
 import pytest
 import torch
 import yaml
+from run_output import metric_rows
 
 import raylight as rl
 from raylight.quickstart import STARTER_MODEL
@@ -61,7 +61,7 @@ def test_the_agent_learns_with_an_adapter(tmp_path: Path) -> None:
     assert summary["steps"] == 12
     assert summary["rollouts_lost"] == 0
 
-    rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    rows = metric_rows(tmp_path)
     assert [row["step"] for row in rows] == list(range(13))
     learned = [row for row in rows if "learner/grad_norm" in row]
     assert [row["weights/version"] for row in learned] == list(range(1, len(learned) + 1))

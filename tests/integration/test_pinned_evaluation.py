@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import ray
 from ray.util.state import list_actors
+from run_output import metric_rows
 
 import raylight as rl
 from raylight.quickstart import STARTER_MODEL
@@ -76,7 +77,7 @@ def test_updates_go_on_beside_evaluations_of_one_version(killed: bool, tmp_path:
         loggers=["jsonl", killer] if killed else ["jsonl"],
     )
     summary = trainer.fit(slow_in_validation, train, val[:6])
-    rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    rows = metric_rows(tmp_path)
     steps = [row for row in rows if "val/step" not in row]
     assert [row["step"] for row in steps] == list(range(STEPS + 1))
     assert bool(killer.killed) == killed

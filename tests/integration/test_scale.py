@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import os
 import subprocess
 import threading
@@ -16,6 +15,7 @@ from typing import Any
 import pytest
 import ray
 from ray_cluster import BIN, Cluster
+from run_output import metric_rows
 
 import raylight as rl
 from raylight.config import StoreConfig
@@ -170,7 +170,7 @@ def train_until(end: Path, folder: Path, logger: Any, **settings: Any) -> list[d
     )
     summary = trainer.fit(patient_adder, additions(0)[0], [{"end": str(end)}])
     assert summary["tokens"]["failed"] == 0
-    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    rows = metric_rows(folder)
     assert all(row["ledger/unaccounted"] == 0 for row in rows)
     return rows
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from ray_cluster import Cluster
+from run_output import metric_rows
 
 import raylight as rl
 from raylight.quickstart import STARTER_MODEL
@@ -57,7 +57,7 @@ def fit(steps: int, folder: Path, resume: bool = False) -> list[dict]:
         checkpoint={"every": 1},
     )
     trainer.fit(race, train, val[:4], resume=resume)
-    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return metric_rows(folder)
 
 
 def test_older_versions_are_opponents_also_in_a_resumed_run(tmp_path: Path) -> None:

@@ -18,6 +18,7 @@ import pytest
 from docs_snippets import DOCS, snippet, write_files
 from outside_agents import SERVER_KEY, Outside, call_anthropic, call_openai
 from ray_cluster import CLUSTER_VARIABLE, DEADLINE_S, SESSION, eventually, free_port, processes_with
+from run_output import metric_rows
 from serve_command import serve
 
 import raylight as rl
@@ -74,7 +75,7 @@ def learning(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Learning]:
 
 def check_run(folder: Path) -> None:
     """Assert that Ctrl-C left a complete run directory."""
-    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    rows = metric_rows(folder)
     assert {row["ledger/unaccounted"] for row in rows} == {0}
     assert [row["step"] for row in rows] == list(range(1, len(rows) + 1))
     summary = json.loads((folder / "summary.json").read_text())

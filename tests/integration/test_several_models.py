@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from ray_cluster import Cluster
+from run_output import metric_rows
 
 import raylight as rl
 from raylight.quickstart import STARTER_MODEL
@@ -68,7 +68,7 @@ def fit(steps: int, folder: Path, resume: bool | str = False) -> list[dict]:
         checkpoint={"every": 1},
     )
     trainer.fit(both, train, val[:4], resume=resume)
-    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return metric_rows(folder)
 
 
 def test_a_run_trains_serves_and_resumes_several_models(tmp_path: Path) -> None:

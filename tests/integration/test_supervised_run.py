@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import yaml
+from run_output import metric_rows
 from safetensors.numpy import load_file
 
 import raylight as rl
@@ -46,10 +47,6 @@ def fit(folder: Path, files: dict[str, Any], resume: Any = False, **settings: An
     )
 
 
-def rows(folder: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-
-
 def weights(folder: Path) -> dict[str, np.ndarray]:
     return load_file(folder / "checkpoint" / "model.safetensors")
 
@@ -62,7 +59,7 @@ def test_a_run_that_lost_its_learners_or_its_driver_has_the_same_weights(
     summary = fit(tmp_path / "whole", files)
     assert summary["steps"] == STEPS
     assert summary["best"]["metric"] == "val/loss"
-    metrics = rows(tmp_path / "whole")
+    metrics = metric_rows(tmp_path / "whole")
     assert [row["step"] for row in metrics] == [0, 1, 2, 3, 4]
     assert metrics[-1]["val/loss"] < metrics[0]["val/loss"]
     assert metrics[-1]["train/epoch"] == 2
@@ -86,7 +83,7 @@ def test_a_run_that_lost_its_learners_or_its_driver_has_the_same_weights(
         patch.setattr(SupervisedLoop, "_learn", kill_then_learn)
         fit(tmp_path / "killed", files)
     assert killed
-    assert rows(tmp_path / "killed")[-1]["learner/restarts"] == 1
+    assert metric_rows(tmp_path / "killed")[-1]["learner/restarts"] == 1
 
     class Interrupted(Exception):
         pass
@@ -101,7 +98,7 @@ def test_a_run_that_lost_its_learners_or_its_driver_has_the_same_weights(
         with pytest.raises(Interrupted):
             fit(tmp_path / "resumed", files)
     fit(tmp_path / "resumed", files, resume="auto")
-    assert [row["step"] for row in rows(tmp_path / "resumed")] == [0, 1, 2, 3, 4]
+    assert [row["step"] for row in metric_rows(tmp_path / "resumed")] == [0, 1, 2, 3, 4]
 
     expected = weights(tmp_path / "whole")
     for name in ("killed", "resumed"):

@@ -4,11 +4,11 @@ Captured calls are spans that every adapter reads. One of several agents is trai
 spans by OTLP. The agent declares further models.
 """
 
-import json
 from pathlib import Path
 from typing import Any
 
 import pytest
+from run_output import metric_rows
 
 import raylight as rl
 from raylight.experience.trajectories.trajectory import build_trajectories
@@ -92,7 +92,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_only_the_named_agent_is_trained(folder: Path) -> None:
-    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    rows = metric_rows(folder)
     for row in rows:
         assert row["train/trained"] == 32
         assert row["train/other_agents"] == 32  # the critic's calls

@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 import pytest
 from ray_cluster import CLUSTER_VARIABLE, DEADLINE_S, SESSION, eventually, processes_with
+from run_output import metric_rows
 from sdk_examples import example
 from serve_command import serve
 from tiny_models import build_model
@@ -124,5 +125,5 @@ def run_rl_loop(url: str, log: Path) -> None:
 
 
 def read_metrics(log: Path) -> list[dict[str, Any]]:
-    rows = [json.loads(line) for line in (log / "metrics.jsonl").read_text().splitlines()]
+    rows = metric_rows(log)
     return [row for row in rows if "reward/total" in row]

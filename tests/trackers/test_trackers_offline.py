@@ -1,13 +1,13 @@
 """A real run with all trackers, offline: each tracker's own content equals metrics.jsonl."""
 
 import importlib.util
-import json
 import math
 import os
 from pathlib import Path
 
 import pytest
 from programs import run_python
+from run_output import metric_rows
 from tracker_readers import READERS, RENAMED
 
 HERE = Path(__file__).parent
@@ -49,7 +49,7 @@ def outputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize("name", READERS)
 def test_a_tracker_has_the_metrics_of_the_run(name: str, outputs: Path) -> None:
-    rows = [json.loads(line) for line in (outputs / "run" / "metrics.jsonl").read_text().splitlines()]
+    rows = metric_rows(outputs / "run")
     renamed = RENAMED.get(name, str)
     expected: dict[str, dict[int, float]] = {}
     for row in rows:

@@ -12,6 +12,7 @@ import psutil
 import pytest
 from programs import run_python
 from ray_cluster import eventually, kill_orphaned_proxies, ray_processes
+from run_output import metric_rows
 from vllm_helpers import run_program
 
 BIN = Path(sys.executable).parent
@@ -26,7 +27,7 @@ def test_the_agent_learns_through_vllm(tmp_path: Path) -> None:
     summary = json.loads((tmp_path / "summary.json").read_text())
     assert summary["reward_before"] <= 0.6
     assert summary["reward_after"] >= 0.85
-    rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    rows = metric_rows(tmp_path)
     learned = [row for row in rows if "learner/grad_norm" in row]
     assert len(learned) >= 12
     for row in learned:
@@ -41,7 +42,7 @@ def test_the_agent_learns_through_vllm(tmp_path: Path) -> None:
 def test_a_schema_bound_agent_learns_through_vllm(tmp_path: Path) -> None:
     """The reward rises from about 0.5, because the choices that the schema leaves are trained."""
     run_program("schema_training.py", tmp_path)
-    rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    rows = metric_rows(tmp_path)
     assert rows[-1]["val/reward"] - rows[0]["val/reward"] >= 0.2
     learned = [row for row in rows if "learner/grad_norm" in row]
     assert len(learned) >= 8
@@ -56,7 +57,7 @@ def test_a_schema_bound_agent_learns_through_vllm(tmp_path: Path) -> None:
 def test_an_adapter_learns_through_vllm(tmp_path: Path) -> None:
     """Probes and rollouts use the adapter's versions, and the engine's own weights stay as they are."""
     run_program("lora_training.py", tmp_path)
-    rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    rows = metric_rows(tmp_path)
     assert rows[-1]["val/reward"] - rows[0]["val/reward"] >= 0.2
     learned = [row for row in rows if "learner/grad_norm" in row]
     assert [row["weights/version"] for row in learned] == [1, 2, 3, 4, 5]

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from run_output import metric_rows
 from vllm_helpers import run_program
 
 SLEEPS = {"sleep_while_learning": True, "args": {"enable_sleep_mode": False}}
@@ -28,7 +29,7 @@ def test_a_run_on_one_gpu(
 ) -> None:
     options = {"algorithm": algorithm, "engine": engine | {"weight_transfer": "gloo"}, "learner": learner}
     done = run_program("shared_gpu_training.py", tmp_path, json.dumps(options), RAY_ADDRESS="")
-    rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    rows = metric_rows(tmp_path)
     steps = [row for row in rows if row["step"]]
     assert [row["weights/version"] for row in steps] == [1, 2, 3]
     measured = [row for row in steps if "mismatch/logprob_abs_max" in row]  # not if all tokens are stale

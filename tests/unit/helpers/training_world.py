@@ -15,6 +15,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from recording_display import RecordingDisplay
+from run_output import metric_rows
 from unit_helpers import within
 
 import raylight as rl
@@ -439,7 +440,7 @@ async def live(
         with contextlib.suppress(StoreError) if die_after is not None else contextlib.nullcontext():
             async with run.watched():
                 await work
-    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    rows = metric_rows(folder)
     for row in [row for row in rows if "val/step" not in row]:
         assert row["ledger/unaccounted"] == 0
         for fate in ("trained", "dropped"):

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 from recording_display import RecordingDisplay
+from run_output import metric_rows
 
 import raylight as rl
 from raylight.config import CheckpointConfig, LearnerConfig
@@ -83,15 +84,11 @@ def make_loop(folder: Any, ranks: FakeRanks, start: Any = None, data: Any = DATA
     return SupervisedLoop(run, data, report, CONFIG)  # type: ignore[arg-type]
 
 
-def logged(folder: Any) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-
-
 async def test_each_step_learns_its_examples_and_validations_choose_the_best(tmp_path):
     ranks = FakeRanks([4.0, 3.0, 1.0, 2.0])
     await make_loop(tmp_path, ranks).run()
     assert [sorted(itertools.chain(*ranks.learned[i : i + 3])) for i in (0, 3)] == [list(range(6))] * 2
-    rows = logged(tmp_path)
+    rows = metric_rows(tmp_path)
     assert [row["step"] for row in rows] == [0, 1, 2, 3, 4, 5, 6]
     assert [row["val/loss"] for row in rows if "val/loss" in row] == [4.0, 3.0, 1.0, 2.0]
     assert rows[-1]["train/epoch"] == 2
@@ -106,7 +103,7 @@ async def test_lost_learners_repeat_the_steps_since_the_last_state(tmp_path):
     await make_loop(tmp_path / "lost", lost).run()
     assert lost.learned == whole.learned
     assert lost.restarts == 1
-    assert [row["step"] for row in logged(tmp_path / "lost")] == [0, 1, 2, 3, 4, 5, 6]
+    assert [row["step"] for row in metric_rows(tmp_path / "lost")] == [0, 1, 2, 3, 4, 5, 6]
 
 
 async def test_a_resumed_run_continues_with_the_same_batches(tmp_path):
@@ -119,7 +116,7 @@ async def test_a_resumed_run_continues_with_the_same_batches(tmp_path):
     (tmp_path / "again").mkdir()
     await make_loop(tmp_path / "again", resumed, start).run()
     assert resumed.learned == whole.learned
-    assert [row["step"] for row in logged(tmp_path / "again")] == [5, 6]
+    assert [row["step"] for row in metric_rows(tmp_path / "again")] == [5, 6]
 
 
 @pytest.mark.parametrize(("size", "is_noted"), [(2, False), (3, True)])
@@ -138,7 +135,7 @@ async def test_a_note_says_that_a_resumed_run_has_other_batches(tmp_path, size, 
 async def test_patience_ends_training(tmp_path):
     ranks = FakeRanks([2.0, 3.0, 3.0, 3.0, 3.0])
     await make_loop(tmp_path, ranks, patience=2, val_every=1).run()
-    assert logged(tmp_path)[-1]["step"] == 2
+    assert metric_rows(tmp_path)[-1]["step"] == 2
     assert ranks.saved[-1] == "checkpoint"
 
 
@@ -147,6 +144,6 @@ async def test_without_validation_only_the_training_loss_is_logged(tmp_path, hel
     ranks = FakeRanks([1.0])
     data = SupervisedData(DATA.train, held_out)
     await make_loop(tmp_path, ranks, data=data, val_before_train=False, val_every=None).run()
-    rows = logged(tmp_path)
+    rows = metric_rows(tmp_path)
     assert [row["step"] for row in rows] == [1, 2, 3, 4, 5, 6]
     assert not any("val/loss" in row for row in rows)

@@ -2,7 +2,6 @@
 
 import asyncio
 import contextlib
-import json
 import resource
 import sys
 from collections.abc import Iterator
@@ -11,6 +10,7 @@ from typing import Any
 
 import pytest
 from recording_display import RecordingDisplay
+from run_output import metric_rows
 
 import raylight as rl
 from raylight.errors import ConfigError
@@ -105,7 +105,7 @@ def test_a_resumed_run_draws_the_steps_before_it_too(tmp_path: Path, monkeypatch
     second.step(3, {"val/reward": 30.0})
     second.finish({})
     assert [row["val/reward"] for row in drawn[-1]] == [0.0, 1.0, 2.0, 30.0]
-    rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    rows = metric_rows(tmp_path)
     assert [row["val/reward"] for row in rows] == [0.0, 1.0, 2.0, 30.0]
 
 

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import yaml
 from recording_display import RecordingDisplay
+from run_output import metric_rows
 from unit_helpers import make_finished
 
 from raylight.trainer.output.report import MAX_SHOWN_ERRORS, Report
@@ -28,7 +29,7 @@ def test_a_run_directory_holds_its_settings_from_the_start(report: Report) -> No
 def test_metrics_are_one_object_a_step(report: Report, shown: RecordingDisplay) -> None:
     report.step(0, {"val/reward": 0.25})
     report.step(1, {"train/reward": 0.5})
-    rows = [json.loads(line) for line in (report.folder / "metrics.jsonl").read_text().splitlines()]
+    rows = metric_rows(report.folder)
     assert [row["step"] for row in rows] == shown.steps == [0, 1]
     assert (rows[0]["val/reward"], rows[1]["train/reward"]) == (0.25, 0.5)
     assert rows[0]["time/total_s"] <= rows[1]["time/total_s"]
@@ -87,7 +88,7 @@ def test_an_evaluation_beside_training_has_a_row_of_its_own(report: Report, show
     report.evaluation(0, 1, {"val/reward": 0.25})
     report.step(2, {"train/reward": 0.6})
     report.evaluation(2, 2, {"val/reward": 0.75})
-    rows = [json.loads(line) for line in (report.folder / "metrics.jsonl").read_text().splitlines()]
+    rows = metric_rows(report.folder)
     assert [(row["step"], row.get("val/step")) for row in rows] == [
         (0, None),
         (1, None),

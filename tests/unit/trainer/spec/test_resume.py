@@ -9,6 +9,7 @@ from typing import Any, cast
 
 import pytest
 from recording_display import RecordingDisplay
+from run_output import metric_rows
 from run_settings import make_settings
 
 from raylight.config import LoraConfig
@@ -182,7 +183,7 @@ def test_metrics_continue_after_the_step_of_the_state(tmp_path: Path):
     (tmp_path / "best").mkdir()
     second = Report(tmp_path, RecordingDisplay(), {}, last_logged_step=3)
     second.step(4, {"x": 40.0})
-    rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    rows = metric_rows(tmp_path)
     assert [row["step"] for row in rows] == [0, 1, 2, 3, 4]
     assert [row["x"] for row in rows] == [0.0, None, 2.0, 3.0, 40.0]
     assert rows[4]["time/total_s"] >= rows[3]["time/total_s"] >= 100
