@@ -54,7 +54,7 @@ _EXPORTS = {
     "store.service": ("StoreService",),
     "tasks.datasets": ("DevTaskLoader",),
     "traces.messages": ("TraceToMessages",),
-    "traces.rewards": ("find_final_reward", "find_reward_spans", "get_reward_value"),
+    "traces.reward_spans": ("find_final_reward", "find_reward_spans", "get_reward_value"),
     "traces.tracer": ("DummyTracer", "OtelTracer"),
     "traces.triplets": ("LlmProxyTraceToTriplet", "TraceToTriplet", "TracerTraceToTriplet"),
     "trainer.output.run_records": ("print_traces", "read_rollouts"),
@@ -113,7 +113,7 @@ _PACKAGE_EXPORTS = {
     },
     "harnesses": {
         "harnesses.program": ("CommandResult",),
-        "harnesses.rewards": ("RewardCommand",),
+        "harnesses.reward_command": ("RewardCommand",),
     },
     "rewards": {
         "rewards.criteria": ("Criterion", "rubric"),
@@ -144,7 +144,7 @@ _PACKAGE_EXPORTS = {
     "traces": {
         "traces.adapters": ("TraceAdapter",),
         "traces.agent_framework": ("AgentFrameworkTracer",),
-        "traces.rewards": ("get_rewards_from_span", "is_reward_span"),
+        "traces.reward_spans": ("get_rewards_from_span", "is_reward_span"),
         "traces.tracer": ("Tracer", "get_active_tracer"),
         "traces.triplets": ("TraceToTripletBase",),
     },

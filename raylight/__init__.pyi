@@ -62,9 +62,9 @@ from raylight.store.client import StoreClient as StoreClient
 from raylight.store.service import StoreService as StoreService
 from raylight.tasks.datasets import DevTaskLoader as DevTaskLoader
 from raylight.traces.messages import TraceToMessages as TraceToMessages
-from raylight.traces.rewards import find_final_reward as find_final_reward
-from raylight.traces.rewards import find_reward_spans as find_reward_spans
-from raylight.traces.rewards import get_reward_value as get_reward_value
+from raylight.traces.reward_spans import find_final_reward as find_final_reward
+from raylight.traces.reward_spans import find_reward_spans as find_reward_spans
+from raylight.traces.reward_spans import get_reward_value as get_reward_value
 from raylight.traces.tracer import DummyTracer as DummyTracer
 from raylight.traces.tracer import OtelTracer as OtelTracer
 from raylight.traces.triplets import LlmProxyTraceToTriplet as LlmProxyTraceToTriplet

@@ -19,7 +19,7 @@ from typing import Any
 
 from examples.process_agent.flowsheet_tools import KIND, read_flowsheet
 from raylight.semconv import OPERATION_INPUT, OPERATION_NAME, OPERATION_OUTPUT
-from raylight.traces.rewards import SpanLike
+from raylight.traces.reward_spans import SpanLike
 
 ANSWER = "answer"
 """Name and kind of the operation whose output is the agent's last message."""

@@ -31,7 +31,7 @@ from raylight.semconv import (
     reward_attributes,
 )
 from raylight.traces.context import record_span
-from raylight.traces.rewards import SpanLike, named_rewards
+from raylight.traces.reward_spans import SpanLike, named_rewards
 from raylight.types import Attributes, SpanCoreFields
 
 Function = TypeVar("Function", bound=Callable[..., Any])

@@ -11,7 +11,7 @@ from typing import Any
 
 from raylight.agent.attributes import exception_message
 from raylight.errors import HookError
-from raylight.traces.rewards import find_final_reward
+from raylight.traces.reward_spans import find_final_reward
 
 logger = logging.getLogger(__name__)
 

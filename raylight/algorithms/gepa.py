@@ -24,7 +24,7 @@ from raylight.algorithms.apo.trials import lowest_reward, trial_record
 from raylight.algorithms.prompt_search import BEST_FILE, PromptSearch, fingerprint
 from raylight.base_config import Config
 from raylight.errors import CheckpointError, ConfigError, CriticError, RolloutsFailedError
-from raylight.traces.rewards import MAX_REWARD
+from raylight.traces.reward_spans import MAX_REWARD
 from raylight.types import JsonObject, RolloutMode
 
 if TYPE_CHECKING:

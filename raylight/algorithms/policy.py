@@ -25,10 +25,10 @@ from raylight.experience.settings.advantages import GRPOAdvantage, UserAdvantage
 from raylight.experience.settings.policy_settings import ModelConfig, PolicySettings, unused_settings
 from raylight.experience.teachers import TeacherChoice
 from raylight.experience.trajectories.off_policy import OffPolicySampling
-from raylight.experience.trajectories.rewards import RewardRules
+from raylight.experience.trajectories.reward_rules import RewardRules
 from raylight.experience.trajectories.staleness import StaleMask
 from raylight.experience.trajectories.trajectory import TrajectorySelection
-from raylight.traces.rewards import MAX_REWARD
+from raylight.traces.reward_spans import MAX_REWARD
 from raylight.types import GREEDY_BELOW, JsonObject, RolloutConfig
 
 

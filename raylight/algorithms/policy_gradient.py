@@ -28,7 +28,7 @@ from raylight.experience.settings.policy_settings import (
     losses,
 )
 from raylight.experience.teachers import TeacherChoice
-from raylight.experience.trajectories.rewards import LengthPenalty, RewardRules
+from raylight.experience.trajectories.reward_rules import LengthPenalty, RewardRules
 from raylight.types import JsonObject
 
 

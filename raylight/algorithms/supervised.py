@@ -13,7 +13,7 @@ from raylight.experience.settings.supervised_settings import (
     RankingSettings,
     SupervisedSettings,
 )
-from raylight.traces.rewards import MAX_REWARD
+from raylight.traces.reward_spans import MAX_REWARD
 from raylight.types import JsonObject, RolloutMode
 
 

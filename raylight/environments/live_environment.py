@@ -26,7 +26,7 @@ from raylight.errors import (
     SandboxUnavailableError,
     ToolTimeoutError,
 )
-from raylight.traces.rewards import named_rewards
+from raylight.traces.reward_spans import named_rewards
 from raylight.types import JsonObject
 
 logger = logging.getLogger(__name__)

@@ -11,7 +11,7 @@ from pydantic import Field, model_validator
 
 from raylight._utils.bounds import MAX_COUNT, MAX_FACTOR, MAX_PROCESSES
 from raylight.base_config import Config
-from raylight.traces.rewards import MAX_REWARD
+from raylight.traces.reward_spans import MAX_REWARD
 from raylight.types import JsonObject
 
 OPPONENT = "opponent"

@@ -2,4 +2,4 @@
 
 from raylight.harnesses.command import CommandAgent as CommandAgent
 from raylight.harnesses.program import CommandResult as CommandResult
-from raylight.harnesses.rewards import RewardCommand as RewardCommand
+from raylight.harnesses.reward_command import RewardCommand as RewardCommand

@@ -19,7 +19,7 @@ from raylight.harnesses.harbor import describe_harbor_task, is_harbor_task
 from raylight.harnesses.model_environment import home_environment, model_environment
 from raylight.harnesses.presets import HarnessFacts, get_preset
 from raylight.harnesses.program import CommandResult, HarnessProgram
-from raylight.harnesses.rewards import (
+from raylight.harnesses.reward_command import (
     RewardCommand,
     check_command,
     is_reward_file,

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 from raylight.agent.operations import operation
 from raylight.errors import CommandError, CommandUnavailableError, SandboxError, SandboxUnavailableError
-from raylight.harnesses.rewards import NOT_FOUND, redact, span_output
+from raylight.harnesses.reward_command import NOT_FOUND, redact, span_output
 from raylight.sandboxes.sandbox import Sandbox
 
 MESSAGE_LINES, MESSAGE_LETTERS = 3, 400

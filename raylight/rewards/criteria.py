@@ -15,7 +15,7 @@ from raylight.errors import ConfigError
 from raylight.rewards.group import GroupRollout, run_plain
 from raylight.rewards.judge import MAX_ATTEMPTS, MAX_CONCURRENT, Judge, as_score
 from raylight.traces.messages import Message
-from raylight.traces.rewards import as_reward
+from raylight.traces.reward_spans import as_reward
 
 SYSTEM = """\
 You check an attempt of an AI agent at a task against criteria. For each criterion give a score from 0 \

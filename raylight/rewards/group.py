@@ -18,7 +18,7 @@ from typing import Any, TypeAlias
 from raylight._utils.agent_threads import AgentThreads
 from raylight.errors import GroupRewardError, RewardError
 from raylight.traces.messages import Message, OpenAIMessages, TraceToMessages
-from raylight.traces.rewards import named_rewards
+from raylight.traces.reward_spans import named_rewards
 from raylight.types import FinishedRollout, JsonObject, SpanCoreFields
 
 

@@ -28,7 +28,7 @@ from raylight.errors import (
 )
 from raylight.semconv import ANNOTATION, REPLICA_HEADER, reward_attributes
 from raylight.store.rows import span_row
-from raylight.traces.rewards import named_rewards
+from raylight.traces.reward_spans import named_rewards
 from raylight.types import (
     MAX_REWARD_SPANS,
     MAX_SPANS,

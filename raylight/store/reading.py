@@ -38,7 +38,7 @@ from raylight.store.rows import (
     step_groups_from_json,
     worker_from_row,
 )
-from raylight.traces.rewards import get_rewards_from_span
+from raylight.traces.reward_spans import get_rewards_from_span
 from raylight.types import (
     ATTEMPT_FINISHED,
     Attempt,

@@ -17,7 +17,7 @@ from typing import Any
 from raylight.errors import SpanError, StoreError
 from raylight.semconv import REWARD_AGENT, REWARD_PREFIX
 from raylight.store.payloads import decode_json, decode_payload, encode_payload, json_text
-from raylight.traces.rewards import get_any_rewards
+from raylight.traces.reward_spans import get_any_rewards
 from raylight.types import (
     Attempt,
     AttemptedRollout,

@@ -3,11 +3,11 @@
 from raylight.traces.adapters import TraceAdapter as TraceAdapter
 from raylight.traces.agent_framework import AgentFrameworkTracer as AgentFrameworkTracer
 from raylight.traces.messages import TraceToMessages as TraceToMessages
-from raylight.traces.rewards import find_final_reward as find_final_reward
-from raylight.traces.rewards import find_reward_spans as find_reward_spans
-from raylight.traces.rewards import get_reward_value as get_reward_value
-from raylight.traces.rewards import get_rewards_from_span as get_rewards_from_span
-from raylight.traces.rewards import is_reward_span as is_reward_span
+from raylight.traces.reward_spans import find_final_reward as find_final_reward
+from raylight.traces.reward_spans import find_reward_spans as find_reward_spans
+from raylight.traces.reward_spans import get_reward_value as get_reward_value
+from raylight.traces.reward_spans import get_rewards_from_span as get_rewards_from_span
+from raylight.traces.reward_spans import is_reward_span as is_reward_span
 from raylight.traces.tracer import DummyTracer as DummyTracer
 from raylight.traces.tracer import OtelTracer as OtelTracer
 from raylight.traces.tracer import Tracer as Tracer

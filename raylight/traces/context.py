@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 from raylight.errors import RewardError
 from raylight.semconv import OPERATION
-from raylight.traces.rewards import SpanLike, has_reward
+from raylight.traces.reward_spans import SpanLike, has_reward
 from raylight.types import MAX_REWARD_SPANS, MAX_SPANS, Attributes, Span, SpanCoreFields, TraceStatus
 
 if TYPE_CHECKING:

@@ -43,7 +43,7 @@ from raylight.errors import (
     UnknownIdError,
 )
 from raylight.semconv import ATTEMPT_ID, ROLLOUT_ID, SPAN_SEQUENCE_ID
-from raylight.traces.rewards import has_reward
+from raylight.traces.reward_spans import has_reward
 from raylight.types import (
     MAX_SEQUENCE_ID,
     Event,

@@ -31,7 +31,7 @@ from raylight.traces.attributes import (
     unflatten,
 )
 from raylight.traces.messages import image_urls, read_call, recorded_messages
-from raylight.traces.rewards import get_reward_value
+from raylight.traces.reward_spans import get_reward_value
 from raylight.traces.span_tree import SpanNode, SpanTree
 from raylight.traces.trained_agents import AgentFilter
 from raylight.types import JsonObject, Span, Triplet

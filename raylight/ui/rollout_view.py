@@ -27,7 +27,7 @@ from raylight.semconv import (
 )
 from raylight.store.overview import group_name, message_text
 from raylight.store.reading import StoreReader
-from raylight.traces.rewards import get_any_rewards
+from raylight.traces.reward_spans import get_any_rewards
 from raylight.types import Attempt, FinishedRollout, Generation, JsonObject, Span
 from raylight.ui.rollout_index import RolloutIndex
 

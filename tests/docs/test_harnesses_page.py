@@ -7,7 +7,7 @@ from docs_snippets import DOCS, snippet
 
 from raylight.harnesses.command import CommandAgent
 from raylight.harnesses.presets import CLAUDE_TOOLS, PRESETS
-from raylight.harnesses.rewards import SPAN_LETTERS
+from raylight.harnesses.reward_command import SPAN_LETTERS
 from raylight.sandboxes.file_bundle import MAX_FILES_BYTES
 
 PAGE = DOCS / "harnesses.md"

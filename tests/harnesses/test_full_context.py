@@ -7,7 +7,7 @@ import pytest
 from harness_helpers import REPAIR, TASK, agent_of, needs
 from scripted_repairer import RepairServer
 
-from raylight.traces.rewards import find_final_reward
+from raylight.traces.reward_spans import find_final_reward
 
 pytestmark = pytest.mark.slow
 LONGEST = 10_000

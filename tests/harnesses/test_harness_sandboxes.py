@@ -10,7 +10,7 @@ from scripted_repairer import RepairServer
 
 import raylight as rl
 from raylight.harnesses.presets import PRESETS
-from raylight.traces.rewards import find_final_reward
+from raylight.traces.reward_spans import find_final_reward
 
 __all__ = ["podman_image"]
 pytestmark = pytest.mark.slow

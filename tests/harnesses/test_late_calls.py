@@ -13,7 +13,7 @@ from scripted_repairer import RepairServer
 import raylight as rl
 from raylight.harnesses.program import CommandResult
 from raylight.semconv import PROMPT_SOURCE
-from raylight.traces.rewards import find_final_reward
+from raylight.traces.reward_spans import find_final_reward
 
 
 @pytest.fixture(scope="module")

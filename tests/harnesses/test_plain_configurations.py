@@ -12,7 +12,7 @@ from scripted_repairer import TIMEOUT_S, RepairServer
 
 import raylight as rl
 from raylight.semconv import PROMPT_SOURCE
-from raylight.traces.rewards import find_final_reward
+from raylight.traces.reward_spans import find_final_reward
 
 pytestmark = pytest.mark.slow
 CODEX = (

@@ -11,7 +11,7 @@ from scripted_repairer import RepairServer
 
 from raylight.harnesses.presets import PRESETS
 from raylight.semconv import DIALECT, PROMPT_SOURCE, RESPONSE_ID
-from raylight.traces.rewards import find_final_reward
+from raylight.traces.reward_spans import find_final_reward
 
 pytestmark = pytest.mark.slow
 DIALECTS = {"codex": "responses", "claude-code": "messages"}

@@ -10,7 +10,7 @@ from scripted_repairer import HarnessServer
 
 from raylight.engines.protocol import Engine
 from raylight.quickstart import TOOL_MODEL
-from raylight.traces.rewards import find_final_reward
+from raylight.traces.reward_spans import find_final_reward
 
 pytestmark = pytest.mark.slow
 CONTEXT, MAX_TURNS = 4096, 4

@@ -11,14 +11,14 @@ from process_groups import only_rank
 @pytest.fixture(autouse=True, scope="session")
 def starter_model_is_checked_once() -> Iterator[None]:
     """Check the starter model before its first policy only: a check takes as long as an update."""
-    from raylight.learner.model import engines
+    from raylight.learner.model import verl_engines
     from raylight.quickstart import STARTER_MODEL
 
-    check = engines.check_model
+    check = verl_engines.check_model
     checked = functools.cache(check)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(
-            engines, "check_model", lambda path: (checked if path == STARTER_MODEL else check)(path)
+            verl_engines, "check_model", lambda path: (checked if path == STARTER_MODEL else check)(path)
         )
         yield
 

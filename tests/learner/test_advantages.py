@@ -13,7 +13,7 @@ from raylight.experience.settings.advantages import ADVANTAGES
 from raylight.experience.settings.losses import LOSSES
 from raylight.experience.settings.policy_settings import CriticSettings, PolicySettings
 from raylight.experience.settings.registry import advantage_estimator
-from raylight.experience.trajectories.rewards import TurnReward
+from raylight.experience.trajectories.reward_rules import TurnReward
 from raylight.experience.trajectories.turns import CreditedTurn
 from raylight.learner.losses.advantages import (
     Estimate,

@@ -98,7 +98,7 @@ def test_updates_equal_those_of_torch(ranks: int) -> None:
 
 
 def test_an_adapter_is_refused() -> None:
-    from raylight.learner.model.engines import build_policy
+    from raylight.learner.model.verl_engines import build_policy
 
     with pytest.raises(ConfigError, match="optimizer='muon' makes all directions"):
         build_policy(STARTER_MODEL, LearnerConfig(lora=LoraConfig()), PolicySettings(optimizer="muon"), 1)

@@ -16,7 +16,7 @@ from raylight.errors import ConfigError
 from raylight.experience.batches.batch import TrainBatch
 from raylight.experience.settings.policy_settings import PolicySettings
 from raylight.experience.settings.supervised_settings import SupervisedSettings
-from raylight.learner.model.engines import build_policy
+from raylight.learner.model.verl_engines import build_policy
 from raylight.learner.model.weights import save_model
 from raylight.types import Trajectory
 

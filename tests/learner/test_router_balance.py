@@ -11,7 +11,7 @@ from tiny_models import build_model
 from raylight.config import LearnerConfig
 from raylight.errors import ConfigError
 from raylight.experience.settings.policy_settings import OptimizerSettings
-from raylight.learner.model.engines import build_policy, build_reward_model
+from raylight.learner.model.verl_engines import build_policy, build_reward_model
 
 pytestmark = pytest.mark.usefixtures("one_rank")
 

@@ -25,7 +25,7 @@ from raylight.config import LearnerConfig
 from raylight.engines.reward_model.engine import Classifier
 from raylight.errors import ConfigError, DatasetError
 from raylight.experience.batches.supervised_batches import LearnedRow, SupervisedData, build_supervised_batch
-from raylight.learner.model.engines import build_reward_model
+from raylight.learner.model.verl_engines import build_reward_model
 from raylight.learner.model.weights import save_model
 from raylight.learner.updates.supervised import SupervisedModel
 from raylight.quickstart import STARTER_MODEL

@@ -14,7 +14,7 @@ from raylight.algorithms.apo.trials import Evaluation, Outcome, Trial
 from raylight.errors import RolloutsFailedError
 from raylight.store.client import StoreClient
 from raylight.traces.messages import TraceToMessages
-from raylight.traces.rewards import is_reward_span
+from raylight.traces.reward_spans import is_reward_span
 from raylight.types import EnqueueRolloutRequest, FinishedRollout, RolloutMode, Span
 
 MAX_SPANS = 30

@@ -6,7 +6,7 @@ from pydantic import Field
 
 from raylight._utils.bounds import MAX_CONCURRENT, MAX_SAMPLES, MAX_SECONDS, Seed
 from raylight.base_config import Config
-from raylight.traces.rewards import MAX_REWARD
+from raylight.traces.reward_spans import MAX_REWARD
 
 
 class ApoSettings(Config):

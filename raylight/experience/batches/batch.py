@@ -19,7 +19,7 @@ from raylight.experience.trajectories.off_policy import (
     count_repeated_seeds,
     untrainable_parameters,
 )
-from raylight.experience.trajectories.rewards import (
+from raylight.experience.trajectories.reward_rules import (
     RewardRules,
     TurnReward,
     assign_turn_rewards,

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from raylight.experience.batches.batch import TrainBatch
 from raylight.experience.settings.policy_settings import PolicySettings
 from raylight.experience.settings.supervised_settings import SupervisedSettings
-from raylight.experience.trajectories.rewards import TurnReward
+from raylight.experience.trajectories.reward_rules import TurnReward
 from raylight.types import (
     IntArray,
     LogprobArray,

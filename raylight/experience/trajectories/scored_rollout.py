@@ -7,7 +7,7 @@ from collections import Counter
 from dataclasses import dataclass
 
 from raylight.experience.settings.advantages import BaselineKind
-from raylight.experience.trajectories.rewards import TurnReward
+from raylight.experience.trajectories.reward_rules import TurnReward
 from raylight.experience.trajectories.trajectory import Trajectories
 from raylight.experience.trajectories.turns import CreditedTurn
 from raylight.types import Trajectory

@@ -22,7 +22,7 @@ from raylight.semconv import (
     REWARD_AGENT,
 )
 from raylight.traces.attributes import agent_of, response_id_of
-from raylight.traces.rewards import get_any_rewards
+from raylight.traces.reward_spans import get_any_rewards
 from raylight.traces.span_tree import SpanTree
 from raylight.traces.trained_agents import AgentFilter
 from raylight.types import TRAINABLE_AGENTS, FinishedRollout, Generation, JsonObject, Rollout, Span

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from raylight.experience.settings.advantages import TurnGroups
-from raylight.experience.trajectories.rewards import RewardRules
+from raylight.experience.trajectories.reward_rules import RewardRules
 from raylight.experience.trajectories.trajectory import Trajectories
 from raylight.semconv import CALL_ID, STATE_KEY
 from raylight.types import FinishedRollout, Generation, IntArray, Span

@@ -14,8 +14,8 @@ from raylight.errors import ConfigError
 from raylight.experience.settings.advantages import OPDAdvantage
 from raylight.experience.settings.policy_settings import PolicySettings
 from raylight.learner.losses.divergence import LocalDivergence, TeacherHidden, TopDivergence
-from raylight.learner.model.engines import build_reference
 from raylight.learner.model.fsdp import RaylightEngine
+from raylight.learner.model.verl_engines import build_reference
 from raylight.learner.tokens.micro_batch import MicroBatch
 from raylight.learner.tokens.rows import mask_all
 from raylight.learner.tokens.token_logprobs import TokenDivergence

@@ -13,7 +13,7 @@ from raylight.experience.settings.registry import select_arguments
 from raylight.learner import verl_api as verl
 from raylight.learner.losses.correction import bounded_weights
 from raylight.learner.losses.metrics import mean_over_tokens
-from raylight.learner.model.engines import optimizer_config
+from raylight.learner.model.verl_engines import optimizer_config
 from raylight.learner.tokens.micro_batch import MicroBatch
 from raylight.learner.tokens.rows import TrainRow
 

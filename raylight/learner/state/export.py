@@ -13,7 +13,7 @@ from raylight.config import LearnerConfig, LoraConfig
 from raylight.errors import CheckpointError, ConfigError
 from raylight.experience.settings.policy_settings import PolicySettings
 from raylight.learner.model import weights
-from raylight.learner.model.engines import build_policy, build_reward_model
+from raylight.learner.model.verl_engines import build_policy, build_reward_model
 from raylight.learner.state import state
 from raylight.learner.state.checkpoints import TrainingStates, locate_state
 

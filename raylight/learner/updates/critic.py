@@ -18,7 +18,7 @@ from raylight.learner.losses.metrics import (
     rename_metrics,
 )
 from raylight.learner.losses.policy_loss import averages_rows, longest_response, mean_over_rollouts
-from raylight.learner.model.engines import build_critic
+from raylight.learner.model.verl_engines import build_critic
 from raylight.learner.tokens.micro_batch import MicroBatch
 from raylight.learner.tokens.rows import Minibatch, TrainRow
 

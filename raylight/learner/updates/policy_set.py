@@ -15,7 +15,7 @@ from raylight.experience.batches.shards import ModelShard, shard_by_model
 from raylight.experience.batches.token_records import RowRecord
 from raylight.experience.settings.policy_settings import PolicySettings
 from raylight.learner.model import weights
-from raylight.learner.model.engines import build_policy, optimizer_config
+from raylight.learner.model.verl_engines import build_policy, optimizer_config
 from raylight.learner.protocol import ModelSettings
 from raylight.learner.updates.policy import Policy
 

@@ -14,8 +14,8 @@ from raylight.experience.settings.policy_settings import PolicySettings
 from raylight.experience.settings.supervised_settings import RankingSettings, SupervisedSettings
 from raylight.learner.faults import GradientGuard
 from raylight.learner.model import weights
-from raylight.learner.model.engines import build_policy, build_reference, build_reward_model
 from raylight.learner.model.fsdp import RaylightEngine
+from raylight.learner.model.verl_engines import build_policy, build_reference, build_reward_model
 from raylight.learner.tokens.rows import TrainRow, make_probe_row
 from raylight.types import JsonObject
 

@@ -31,7 +31,7 @@ from raylight.rewards.scoring_model import RewardModelInput
 from raylight.serving.capture.recorder import Recorder
 from raylight.serving.gateway.gateway import build_gateway
 from raylight.serving.gateway.metrics import Metrics
-from raylight.serving.gateway.sessions import SessionRules, SessionService
+from raylight.serving.gateway.session_service import SessionRules, SessionService
 from raylight.store.client import StoreClient
 from raylight.types import IntArray, LogprobArray, TopLogprobs
 from raylight.weights.client import GRACE_S, call_until_answered, wait_for_turn

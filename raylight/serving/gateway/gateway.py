@@ -39,7 +39,7 @@ from raylight.serving.gateway.model_names import (
     model_in_place_of,
 )
 from raylight.serving.gateway.routes import MethodError, Route, find_route, read_path
-from raylight.serving.gateway.sessions import SessionService, answer_request
+from raylight.serving.gateway.session_service import SessionService, answer_request
 from raylight.store.client import StoreClient
 from raylight.traces.otlp import traces_route
 from raylight.types.request_fields import drop_field, log_dropped

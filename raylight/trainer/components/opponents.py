@@ -9,7 +9,7 @@ from raylight._utils.files import atomic_folder
 from raylight.config import MODEL_NAME
 from raylight.errors import CheckpointError
 from raylight.experience.opponents import OPPONENT, OpponentPool, SelfPlay
-from raylight.experience.trajectories.rewards import effective_reward
+from raylight.experience.trajectories.reward_rules import effective_reward
 from raylight.trainer.components.publication import Publications
 from raylight.types import FinishedRollout, JsonObject
 from raylight.weights.peft_files import missing_files, read_adapter, write_adapter

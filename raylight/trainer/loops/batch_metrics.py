@@ -11,7 +11,7 @@ from raylight.errors import EmptyTraceError, RewardError, RolloutsFailedError
 from raylight.experience.batches.batch import BatchReport
 from raylight.experience.opponents import model_of_call
 from raylight.experience.trajectories.call_relations import COUNTED
-from raylight.experience.trajectories.rewards import effective_reward
+from raylight.experience.trajectories.reward_rules import effective_reward
 from raylight.trainer.output.report import Metrics
 from raylight.types import GREEDY, SOURCE, Budget, FinishedRollout
 from raylight.types.rollouts import FailureKind

@@ -17,7 +17,7 @@ from raylight.rewards.group import GroupReward, GroupRollout, call_group_reward,
 from raylight.rewards.scoring_model import Scorer, ScoringModel, scoring_by
 from raylight.semconv import ANNOTATION, GRADE_ERROR, GRADE_SPAN_ID, GRADE_TURNS, reward_attributes
 from raylight.store.client import StoreClient
-from raylight.traces.rewards import find_reward_spans, get_rewards_from_span
+from raylight.traces.reward_spans import find_reward_spans, get_rewards_from_span
 from raylight.trainer.components.run_components import RolloutComponents
 from raylight.types import Attempt, FinishedRollout, Span, SpanCoreFields
 

@@ -6,7 +6,7 @@ import math
 import statistics
 from dataclasses import dataclass
 
-from raylight.experience.trajectories.rewards import effective_reward
+from raylight.experience.trajectories.reward_rules import effective_reward
 from raylight.types import FinishedRollout
 
 NORMAL_95 = 1.96

@@ -22,7 +22,7 @@ from raylight.config import MODEL_NAME, EngineConfig
 from raylight.errors import ConfigError, ModelNotFoundError
 from raylight.semconv import OUTPUT_MESSAGES
 from raylight.store.client import StoreClient
-from raylight.traces.rewards import MAX_REWARD
+from raylight.traces.reward_spans import MAX_REWARD
 from raylight.trainer.cluster_fit.cluster_settings import fit_served
 from raylight.trainer.cluster_fit.hardware import ClusterFacts
 from raylight.trainer.cluster_fit.scoring_models import plan_reward_models

@@ -15,7 +15,7 @@ from raylight.algorithms.verl import VERL
 from raylight.config import MODEL_NAME
 from raylight.errors import ConfigError
 from raylight.rewards.process_reward import ProcessReward
-from raylight.serving.gateway.sessions import SessionRules
+from raylight.serving.gateway.session_service import SessionRules
 from raylight.tasks.task_set import ShuffledTasks, TaskSet
 from raylight.trainer.cluster_fit.cluster_settings import fit_trained
 from raylight.trainer.cluster_fit.hardware import ClusterFacts

@@ -29,7 +29,7 @@ from raylight.learner.protocol import LearnerSettings, ModelSettings
 from raylight.rewards.group import GroupReward
 from raylight.rewards.scoring_model import ScoringModel
 from raylight.runner.actor import RunnerPayload
-from raylight.serving.gateway.sessions import SessionRules
+from raylight.serving.gateway.session_service import SessionRules
 from raylight.store.client import StoreClient
 from raylight.types import JsonObject, RolloutConfig
 

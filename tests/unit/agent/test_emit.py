@@ -34,7 +34,7 @@ from raylight.agent.emit import (
 )
 from raylight.errors import EmitError, RewardError
 from raylight.traces.context import AttemptTrace, tracing
-from raylight.traces.rewards import find_final_reward, get_rewards_from_span
+from raylight.traces.reward_spans import find_final_reward, get_rewards_from_span
 from raylight.types import Span, SpanCoreFields
 
 EMITTERS = [

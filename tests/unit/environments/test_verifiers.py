@@ -17,7 +17,7 @@ from raylight.environments.verifiers import verifiers_agent
 from raylight.errors import ConfigError
 from raylight.runner.execute import execute
 from raylight.runner.outcome import Outcome
-from raylight.traces.rewards import find_final_reward
+from raylight.traces.reward_spans import find_final_reward
 
 STAND_IN = """
 import asyncio, os, pathlib

@@ -22,7 +22,7 @@ from raylight.harnesses.command import CommandAgent, CommandResult
 from raylight.runner.execute import execute
 from raylight.runner.outcome import Outcome
 from raylight.sandboxes.sandbox import MAX_STDERR, MAX_STDOUT
-from raylight.traces.rewards import find_final_reward, get_rewards_from_span
+from raylight.traces.reward_spans import find_final_reward, get_rewards_from_span
 from raylight.types import Span
 
 POLICY = LLM(endpoint="http://host:8000/v1", model="policy", traced=True, sampling_parameters={"top_k": 3})

@@ -12,14 +12,14 @@ from podman_image import podman_image
 from raylight.errors import CommandError
 from raylight.harbor.attempt import HarborAttempt
 from raylight.harnesses.command import CommandAgent
-from raylight.harnesses.rewards import RewardCommand
+from raylight.harnesses.reward_command import RewardCommand
 from raylight.runner.outcome import Outcome
 from raylight.sandboxes import file_bundle
 from raylight.sandboxes.file_bundle import FileBundle
 from raylight.sandboxes.process import ProcessSandbox
 from raylight.sandboxes.registry import SandboxSpec
 from raylight.sandboxes.sandbox import SandboxLimits
-from raylight.traces.rewards import find_final_reward
+from raylight.traces.reward_spans import find_final_reward
 
 from ..harbor.test_attempt import make
 from ..sandboxes.test_bubblewrap import can_run

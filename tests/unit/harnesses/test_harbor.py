@@ -15,7 +15,7 @@ from raylight.harnesses.command import CommandAgent
 from raylight.runner.outcome import Outcome
 from raylight.sandboxes.registry import SandboxSpec
 from raylight.semconv import OPERATION_NAME
-from raylight.traces.rewards import find_final_reward
+from raylight.traces.reward_spans import find_final_reward
 
 from ..harbor.test_task_folder import make_task
 from .test_workspace import failure, run

@@ -12,14 +12,14 @@ from unit_helpers import make_context, make_rollout, until, within
 from raylight.agent.resources import LLM
 from raylight.errors import AgentSignatureError, CommandError, ConfigError
 from raylight.harnesses.command import CommandAgent, CommandResult
-from raylight.harnesses.rewards import RewardCommand
+from raylight.harnesses.reward_command import RewardCommand
 from raylight.runner.execute import execute
 from raylight.runner.outcome import Outcome
 from raylight.sandboxes.file_bundle import FileBundle, bundle_files
 from raylight.sandboxes.process import ProcessSandbox
 from raylight.sandboxes.registry import SandboxSpec
 from raylight.sandboxes.sandbox import SandboxLimits
-from raylight.traces.rewards import find_final_reward
+from raylight.traces.reward_spans import find_final_reward
 from raylight.types import Span
 
 POLICY = LLM(endpoint="http://host:8000/v1", model="policy", traced=True)

@@ -20,7 +20,7 @@ from raylight.errors import RewardError
 from raylight.runner import execute as module
 from raylight.runner.execute import execute
 from raylight.runner.outcome import HIDDEN_FRAMES, Outcome
-from raylight.traces.rewards import find_final_reward
+from raylight.traces.reward_spans import find_final_reward
 from raylight.types import GREEDY, Rollout, Span
 
 

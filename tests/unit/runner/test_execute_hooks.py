@@ -9,7 +9,7 @@ from unit_helpers import Endless, Odd, Unprintable, run_attempt, within
 from raylight.agent.emit import emit_reward
 from raylight.agent.hooks import Hook
 from raylight.traces.context import current_trace
-from raylight.traces.rewards import find_final_reward
+from raylight.traces.reward_spans import find_final_reward
 
 
 class Diary(Hook):

@@ -12,7 +12,7 @@ from raylight.agent.resources import LLM
 from raylight.errors import AgentSignatureError, ConfigError, RolloutsFailedError
 from raylight.runner.local_runner import LitAgentRunner
 from raylight.store.client import StoreClient
-from raylight.traces.rewards import find_final_reward
+from raylight.traces.reward_spans import find_final_reward
 from raylight.traces.tracer import DummyTracer
 from raylight.types import AttemptedRollout
 

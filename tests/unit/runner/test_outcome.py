@@ -18,7 +18,7 @@ from unit_helpers import Unprintable, make_rollout
 from raylight.errors import RewardError, SpanError
 from raylight.runner.outcome import HIDDEN_FRAMES, describe, one_line, read_result
 from raylight.semconv import ANNOTATION, reward_attributes
-from raylight.traces.rewards import find_final_reward, get_rewards_from_span, named_rewards
+from raylight.traces.reward_spans import find_final_reward, get_rewards_from_span, named_rewards
 from raylight.types import Failure, Rollout, Span, SpanCoreFields
 
 

@@ -21,7 +21,7 @@ from raylight.runner import runner as module
 from raylight.semconv import reward_attributes
 from raylight.store.client import StoreClient
 from raylight.traces.context import AttemptTrace, current_trace
-from raylight.traces.rewards import find_final_reward
+from raylight.traces.reward_spans import find_final_reward
 from raylight.traces.tracer import OtelTracer
 from raylight.types import TRAINABLE_AGENTS, Rollout, Span
 

@@ -11,7 +11,7 @@ from raylight.agent.attempt_keys import attempt_key
 from raylight.agent.hooks import Hook
 from raylight.agent.resources import LLM
 from raylight.errors import RewardError
-from raylight.traces.rewards import get_reward_value
+from raylight.traces.reward_spans import get_reward_value
 from raylight.types import Budget, Rollout, RolloutConfig, Span
 
 

@@ -15,7 +15,7 @@ from sandbox_helpers import alive
 from unit_helpers import until, within
 
 from raylight.errors import SandboxError, SandboxUnavailableError
-from raylight.harnesses.rewards import RewardCommand
+from raylight.harnesses.reward_command import RewardCommand
 from raylight.sandboxes import cloud as cloud_module
 from raylight.sandboxes.registry import SandboxSpec
 from raylight.sandboxes.sandbox import SandboxLimits

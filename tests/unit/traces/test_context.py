@@ -10,7 +10,7 @@ import pytest
 
 from raylight.errors import RewardError
 from raylight.traces.context import MAX_REWARD_TEXT, AttemptTrace, current_trace, tracing
-from raylight.traces.rewards import get_reward_value
+from raylight.traces.reward_spans import get_reward_value
 from raylight.types import Span
 
 

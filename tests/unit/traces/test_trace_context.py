@@ -12,7 +12,7 @@ from unit_helpers import make_rollout
 from raylight.agent.emit import emit_reward
 from raylight.errors import ConfigError
 from raylight.traces.context import current_trace
-from raylight.traces.rewards import find_final_reward
+from raylight.traces.reward_spans import find_final_reward
 from raylight.traces.tracer import DummyTracer, OtelTracer, Tracer, get_active_tracer
 from raylight.types import Span, TraceStatus
 

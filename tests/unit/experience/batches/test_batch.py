@@ -10,7 +10,7 @@ from unit_helpers import make_finished, make_generation, make_key
 
 from raylight.errors import EmptyTraceError
 from raylight.experience.batches.batch import BatchReport, BatchRules, TrainBatch, build_batch
-from raylight.experience.trajectories.rewards import RewardRules
+from raylight.experience.trajectories.reward_rules import RewardRules
 from raylight.types import TRAINABLE_AGENTS, Failure, FinishedRollout, Generation, Span
 
 AGENT = Failure(kind="agent", error="ValueError: no")

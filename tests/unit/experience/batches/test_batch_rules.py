@@ -10,7 +10,7 @@ from unit_helpers import make_finished, make_generation, make_key
 
 from raylight.errors import EmptyTraceError, GreedyError, RowTooLongError
 from raylight.experience.batches.batch import BatchReport, BatchRules, TrainBatch, build_batch
-from raylight.experience.trajectories.rewards import RewardRules, TurnReward
+from raylight.experience.trajectories.reward_rules import RewardRules, TurnReward
 from raylight.semconv import ANNOTATION, reward_attributes
 from raylight.trainer.loops.batch_metrics import describe
 from raylight.types import GREEDY, Failure, FinishedRollout, Generation, RolloutConfig, Span

@@ -15,7 +15,7 @@ from raylight.experience.batches.shards import (
     split_minibatches,
 )
 from raylight.experience.settings.policy_settings import CriticSettings, PolicySettings
-from raylight.experience.trajectories.rewards import TurnReward
+from raylight.experience.trajectories.reward_rules import TurnReward
 from raylight.types import PlacedImage, Trajectory
 
 

@@ -13,7 +13,7 @@ from raylight.config import LearnerConfig
 from raylight.errors import ConfigError, RewardError
 from raylight.experience.batches.batch import BatchReport, TrainBatch, build_batch
 from raylight.experience.batches.ledger import Ledger
-from raylight.traces.rewards import find_final_reward, has_reward, is_reward_span
+from raylight.traces.reward_spans import find_final_reward, has_reward, is_reward_span
 from raylight.types import Failure, FinishedRollout, RolloutTokens, Span, TokenTotals
 
 

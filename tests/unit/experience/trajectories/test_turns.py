@@ -14,7 +14,7 @@ from raylight.errors import ConfigError
 from raylight.experience.batches.batch import BatchReport, BatchRules, TrainBatch, build_batch
 from raylight.experience.batches.shards import shard_batch
 from raylight.experience.settings.policy_settings import PolicySettings
-from raylight.experience.trajectories.rewards import RewardRules
+from raylight.experience.trajectories.reward_rules import RewardRules
 from raylight.semconv import ANNOTATION, CALL_ID, GRADE_SPAN_ID, GRADE_TURNS, reward_attributes
 from raylight.types import GREEDY, FinishedRollout, PlacedImage, Span
 

@@ -15,7 +15,7 @@ from store_helpers import BROKEN, LEASE_S, Box, ids_of, open_box, reward_of, spa
 from raylight.agent.emit import emit_reward
 from raylight.errors import SpanError, UnknownIdError
 from raylight.semconv import REWARD_AGENT, reward_attributes
-from raylight.traces.rewards import NamedReward, get_any_rewards
+from raylight.traces.reward_spans import NamedReward, get_any_rewards
 from raylight.types import AttemptedRollout, Event, OtelResource, Span, SpanContext, TraceStatus
 from raylight.types import Link as SpanLink
 

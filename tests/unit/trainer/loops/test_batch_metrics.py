@@ -9,7 +9,7 @@ from raylight.errors import (
     RolloutsFailedError,
 )
 from raylight.experience.batches.batch import BatchRules, build_batch
-from raylight.experience.trajectories.rewards import RewardRules
+from raylight.experience.trajectories.reward_rules import RewardRules
 from raylight.experience.trajectories.staleness import StaleMask
 from raylight.trainer.loops.batch_metrics import describe, raise_if_hopeless
 from raylight.types import GREEDY, Failure

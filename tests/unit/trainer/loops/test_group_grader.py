@@ -9,7 +9,7 @@ import pytest
 from store_helpers import BROKEN, Box, open_box, reward_of, span_of
 
 from raylight.errors import GroupRewardError, RolloutsFailedError
-from raylight.experience.trajectories.rewards import graded_turns, turn_reward_spans
+from raylight.experience.trajectories.reward_rules import graded_turns, turn_reward_spans
 from raylight.rewards.group import GroupRollout, record, record_turns
 from raylight.semconv import reward_attributes
 from raylight.trainer.loops.batch_metrics import raise_if_hopeless

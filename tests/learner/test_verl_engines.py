@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM
 from raylight.config import LearnerConfig
 from raylight.errors import ConfigError
 from raylight.experience.settings.policy_settings import PolicySettings
-from raylight.learner.model import engines
+from raylight.learner.model import verl_engines
 from raylight.quickstart import STARTER_MODEL
 from raylight.weights.source import gather
 
@@ -251,10 +251,10 @@ def test_rows_that_a_state_joins_are_refused(model_type, dtype, tmp_path, monkey
     path = build_model(model_type, tmp_path, **layers[model_type])
     config = LearnerConfig(packed=True, dtype=dtype)
     with pytest.raises(ConfigError, match=rf"\({model_type}\) keep a state"):
-        engines.build_reference(path, config)
-    monkeypatch.setattr(engines, "keeps_state", lambda config: False)
+        verl_engines.build_reference(path, config)
+    monkeypatch.setattr(verl_engines, "keeps_state", lambda config: False)
     with pytest.raises(ConfigError, match="model mixes packed rows"):
-        engines.build_reference(path, config)
+        verl_engines.build_reference(path, config)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -262,7 +262,7 @@ def test_rows_that_a_state_joins_are_refused(model_type, dtype, tmp_path, monkey
 def test_rounding_is_not_taken_for_mixed_rows(model_type, dtype, tmp_path):
     """By masks, with windows and with experts, whose shapes depend on all rows."""
     path = build_model(model_type, tmp_path)
-    assert engines.build_reference(path, LearnerConfig(packed=True, dtype=dtype, attention="eager"))
+    assert verl_engines.build_reference(path, LearnerConfig(packed=True, dtype=dtype, attention="eager"))
 
 
 @pytest.mark.parametrize("lora", [{}, LORA], ids=["full", "lora"])

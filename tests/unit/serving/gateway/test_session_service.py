@@ -16,7 +16,7 @@ from store_helpers import Box, open_box
 
 from raylight.serving.capture.recorder import Recorder
 from raylight.serving.gateway.gateway import build_gateway
-from raylight.serving.gateway.sessions import SessionRules, SessionService
+from raylight.serving.gateway.session_service import SessionRules, SessionService
 from raylight.store.reading import StoreReader
 from raylight.types import EnqueueRolloutRequest, Failure, RolloutConfig
 

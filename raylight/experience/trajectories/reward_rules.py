@@ -12,7 +12,7 @@ from typing import TypeVar
 from raylight.errors import GreedyError, RewardError
 from raylight.experience.trajectories.trajectory import CallPosition
 from raylight.semconv import GRADE_SPAN_ID, GRADE_TURNS, REWARD_AGENT
-from raylight.traces.rewards import get_any_rewards, get_reward_value
+from raylight.traces.reward_spans import get_any_rewards, get_reward_value
 from raylight.traces.trained_agents import agents_of_generations
 from raylight.types import GREEDY, GREEDY_BELOW, FinishedRollout, Generation, Span
 

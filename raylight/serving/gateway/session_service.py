@@ -32,7 +32,7 @@ from raylight.http.request import read_request
 from raylight.semconv import ANNOTATION, MESSAGE, MESSAGE_BODY, reward_attributes
 from raylight.serving.gateway.routes import Route
 from raylight.store.client import Session, StoreClient
-from raylight.traces.rewards import named_rewards
+from raylight.traces.reward_spans import named_rewards
 from raylight.types import ATTEMPT_FINISHED, Attempt, AttemptStatus, Failure, JsonObject, Span
 
 NO_PLACE = (

@@ -15,7 +15,7 @@ from opentelemetry.sdk.trace import TracerProvider
 
 from raylight.errors import RewardError
 from raylight.semconv import ANNOTATION, reward_attributes
-from raylight.traces.rewards import (
+from raylight.traces.reward_spans import (
     NamedReward,
     find_final_reward,
     find_reward_spans,
