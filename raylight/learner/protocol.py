@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Awaitable, Mapping
 from typing import NamedTuple, Protocol
 
 from ray.util.placement_group import PlacementGroup
@@ -97,7 +97,7 @@ class Learner(Protocol):
         """
         ...
 
-    async def save(self, folder: str, adapters: Mapping[str, object] | None = None) -> None:
+    async def save(self, folder: str, adapters: Mapping[str, Awaitable[LoraAdapter]] | None = None) -> None:
         """Write the model in Hugging Face format to a folder that the learner can reach; several models each
         to a subfolder.
 

@@ -23,7 +23,7 @@ NO_OPS = (
 class _CpuModule(types.ModuleType):
     """`torch.cpu` with the functions of `torch.cuda` that verl calls."""
 
-    def __getattr__(self, name: str) -> Any:
+    def __getattr__(self, name: str) -> object:
         if name.startswith("__"):
             raise AttributeError(name)
         return getattr(torch.cpu, name)

@@ -35,7 +35,7 @@ WHITENING_ESTIMATORS = ("gae", "gdpo", "reinforce_plus_plus", "reinforce_plus_pl
 
 def estimate_gdpo(
     response_mask: torch.Tensor,
-    index: np.ndarray[Any, Any],
+    index: np.ndarray,
     reward_parts: torch.Tensor,
     reward_weights: list[float],
     norm_adv_by_std_in_grpo: bool,
@@ -64,7 +64,7 @@ def estimate_gdpo(
 def estimate_opd(
     token_level_rewards: torch.Tensor,
     response_mask: torch.Tensor,
-    index: np.ndarray[Any, Any],
+    index: np.ndarray,
     norm_adv_by_std_in_grpo: bool,
     gamma: float,
     teacher_log_ratios: torch.Tensor,
@@ -97,7 +97,7 @@ def estimate_opd(
 def estimate_gigpo(
     token_level_rewards: torch.Tensor,
     response_mask: torch.Tensor,
-    index: np.ndarray[Any, Any],
+    index: np.ndarray,
     norm_adv_by_std_in_grpo: bool,
     turns: Sequence[PlacedTurn],
     gigpo: GiGPOAdvantage,
@@ -205,7 +205,7 @@ class RolloutSequences:
         width = max(int(self.lengths.max()), 1)
         self.mask = (torch.arange(width) < self.lengths[:, None]).float()
 
-    def matrix(self, values: Mapping[int, np.ndarray[Any, Any]]) -> torch.Tensor:
+    def matrix(self, values: Mapping[int, np.ndarray]) -> torch.Tensor:
         """Arrange values of sampled tokens, by row index. Entries after a rollout's end are 0."""
         matrix = torch.zeros_like(self.mask)
         for index, row_values in values.items():
@@ -445,13 +445,13 @@ def _check_result(name: str, kind: str, matrix: object, sequences: RolloutSequen
         )
 
 
-def _all_gather_field(rows: list[TrainRow], name: str) -> dict[int, np.ndarray[Any, Any]]:
+def _all_gather_field(rows: list[TrainRow], name: str) -> dict[int, np.ndarray]:
     """Return a field of the sampled tokens of all ranks' rows, by row index. A collective."""
     own = {
         row.index: values[row.mask == 1].numpy()
         for row in rows
         if (values := getattr(row, name)) is not None and row.mask.any()
     }
-    ranks: list[Any] = [None] * torch.distributed.get_world_size()
+    ranks: list[dict[int, np.ndarray]] = [{}] * torch.distributed.get_world_size()
     torch.distributed.all_gather_object(ranks, own)
     return {index: values for rank in ranks for index, values in rank.items()}

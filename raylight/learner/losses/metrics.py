@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
-from typing import Any
 
 import numpy as np
 import torch
@@ -49,7 +48,7 @@ def rename_metrics(metrics: Mapping[str, float], names: Mapping[str, str] = POLI
     return {ours: metrics[theirs] for theirs, ours in names.items() if theirs in metrics}
 
 
-def all_reduce_metrics(metrics: Mapping[str, Any]) -> dict[str, float]:
+def all_reduce_metrics(metrics: Mapping[str, verl.Metric | list[float] | float]) -> dict[str, float]:
     """Reduce verl's metrics to numbers: aggregates of `Metric`, means of lists, averaged over ranks."""
     local = {}
     for name, value in metrics.items():

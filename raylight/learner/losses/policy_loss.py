@@ -49,7 +49,7 @@ class PolicyLoss:
 
     def __call__(
         self, outputs: dict[str, torch.Tensor], batch: MicroBatch
-    ) -> tuple[torch.Tensor, dict[str, Any]]:
+    ) -> tuple[torch.Tensor, dict[str, verl.Metric]]:
         settings, computed = self._settings, outputs["log_probs"]
         # a loss may read tokens that it masks afterwards
         logprobs = computed.where(batch.mask, 0.0) if settings.observation_coef else computed
@@ -145,7 +145,7 @@ def mean_over_rollouts(values: torch.Tensor, batch: MicroBatch) -> torch.Tensor:
     return (values.where(batch.mask, 0.0).sum(-1) * weights).sum() * (batch.dp_size / batch.rollouts)
 
 
-def wrap_token_loss(function: Callable[..., object]) -> Callable[..., Any]:
+def wrap_token_loss(function: Callable[..., object]) -> Callable[..., tuple[torch.Tensor, dict[str, float]]]:
     """Wrap a user's function, which returns the loss of each token, as a policy loss with verl's signature.
 
     The returned function raises ConfigError if the result does not have the shape of the log-probs.
@@ -157,9 +157,9 @@ def wrap_token_loss(function: Callable[..., object]) -> Callable[..., Any]:
         advantages: torch.Tensor,
         response_mask: torch.Tensor,
         loss_agg_mode: str,
-        config: Any,
+        config: verl.ActorConfig,
         rollout_is_weights: torch.Tensor | None = None,
-    ) -> tuple[torch.Tensor, dict[str, Any]]:
+    ) -> tuple[torch.Tensor, dict[str, float]]:
         arguments = {
             "old_log_prob": old_log_prob,
             "log_prob": log_prob,
@@ -190,7 +190,7 @@ def averages_rows(settings: PolicySettings | CriticSettings) -> bool:
     return settings.loss_agg_mode == "seq-mean-token-mean"
 
 
-def actor_config(settings: PolicySettings) -> Any:
+def actor_config(settings: PolicySettings) -> verl.ActorConfig:
     """Convert the settings of the policy loss to verl's, with verl's defaults for other losses."""
     given = settings.loss.model_dump(exclude={"name"})
     of_loss = {name: value for name, value in given.items() if hasattr(verl.PolicyLossConfig, name)}

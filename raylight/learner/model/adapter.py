@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
@@ -11,6 +11,10 @@ from raylight.config import LoraConfig
 from raylight.errors import ConfigError
 from raylight.images.model_inputs import reads_images
 from raylight.learner.model.vision import LANGUAGE
+
+if TYPE_CHECKING:
+    from peft import PeftConfig
+    from transformers import PreTrainedModel
 
 
 def adapted_layers(model_path: str, lora: LoraConfig) -> list[str]:
@@ -36,7 +40,7 @@ def adapted_layers(model_path: str, lora: LoraConfig) -> list[str]:
     return sorted({name.rpartition(".")[2] for name in layers})
 
 
-def peft_config(lora: LoraConfig, task: str | None, module: Any) -> Any:
+def peft_config(lora: LoraConfig, task: str | None, module: PreTrainedModel) -> PeftConfig:
     """Return the settings of an adapter of a module as peft's configuration.
 
     In a mixture of experts, "all-linear" stands for the linear layers outside of the mixtures. peft would
@@ -67,7 +71,7 @@ def peft_config(lora: LoraConfig, task: str | None, module: Any) -> Any:
     )
 
 
-def _excluded(lora: LoraConfig, names: list[str]) -> Any:
+def _excluded(lora: LoraConfig, names: list[str]) -> str | list[str] | None:
     """Return the modules that are not adapted: those of the settings and, of a model with a vision part, all
     but its language part, whose layers have the same names.
 
@@ -85,7 +89,7 @@ def _excluded(lora: LoraConfig, names: list[str]) -> Any:
     return f"{others}|{own}"
 
 
-def check_adapter(module: Any, lora: LoraConfig) -> None:
+def check_adapter(module: torch.nn.Module, lora: LoraConfig) -> None:
     """Check that every adapted layer can be sharded, and merged exactly: a linear layer within the
     transformer, or packed experts that are named.
 

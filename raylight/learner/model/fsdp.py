@@ -13,7 +13,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.nn.modules.dropout import _DropoutNd
-from transformers import AutoModelForCausalLM, AutoModelForTokenClassification
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForTokenClassification,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
+from transformers.models.auto.auto_factory import _BaseAutoModelClass
 
 from raylight.config import LearnerConfig
 from raylight.engines.expert_routes import ExpertRoutes
@@ -35,7 +41,7 @@ logger = logging.getLogger(__name__)
 
 Distill = Callable[[MicroBatch], contextlib.AbstractContextManager[TokenDivergence]]
 """Function from a micro-batch to a context with its divergences, in which they can be computed."""
-LossFunction = Callable[[dict[str, torch.Tensor], MicroBatch], tuple[torch.Tensor, dict[str, Any]]]
+LossFunction = Callable[[dict[str, torch.Tensor], MicroBatch], tuple[torch.Tensor, dict[str, verl.Metric]]]
 """Function from the outputs of a micro-batch, as its matrices, to its loss and metrics."""
 
 
@@ -49,7 +55,7 @@ class RaylightEngine(verl.FSDPEngineWithLMHead):
 
     _output = "log_probs"
     """Name of the output that `infer` returns."""
-    _auto_class: Any = AutoModelForCausalLM
+    _auto_class: type[_BaseAutoModelClass] = AutoModelForCausalLM
     """Class of transformers that loads the model."""
 
     def __init__(self, learner: LearnerConfig, **configs: Any) -> None:
@@ -89,7 +95,7 @@ class RaylightEngine(verl.FSDPEngineWithLMHead):
             dist.get_world_size() == 1 and self._learner.dtype == "float32" and not torch.cuda.is_available()
         )
 
-    def _build_module(self) -> Any:
+    def _build_module(self) -> PreTrainedModel:
         """Load the model in float32, on one rank of those that share it.
 
         verl's version also replaces methods of transformers and TRL, for vision models and for TRL's classes.
@@ -110,7 +116,7 @@ class RaylightEngine(verl.FSDPEngineWithLMHead):
             loader = self._auto_class if self.images is None else auto_class(reads_images=True)
             if self.images is not None:  # a tower has no packed rows
                 hf_config.vision_config._attn_implementation = "sdpa"
-            module = loader.from_pretrained(settings.local_path, config=hf_config, dtype=torch.float32)
+            module = loader.from_pretrained(str(settings.local_path), config=hf_config, dtype=torch.float32)
         module.to(torch.float32)  # transformers loads some parameters in a type of their own
         if not self.keeps_dropout:
             disable_dropout(module)
@@ -118,7 +124,7 @@ class RaylightEngine(verl.FSDPEngineWithLMHead):
             module.gradient_checkpointing_enable({"use_reentrant": False})
         return module
 
-    def _build_optimizer(self, module: torch.nn.Module) -> Any:
+    def _build_optimizer(self, module: torch.nn.Module) -> torch.optim.Optimizer:
         config = self.optimizer_config
         if config.optimizer != "Muon":
             return super()._build_optimizer(module)
@@ -126,13 +132,13 @@ class RaylightEngine(verl.FSDPEngineWithLMHead):
         momentum = config.override_optimizer_config["momentum"]
         return MuonWithAdamW(module, config.lr, config.weight_decay, momentum, config.betas)
 
-    def _build_lr_scheduler(self, optimizer: torch.optim.Optimizer) -> Any:
+    def _build_lr_scheduler(self, optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LambdaLR:
         """Build verl's schedule with a warm-up that starts above 0, so that its first step trains."""
         shape = super()._build_lr_scheduler(optimizer).lr_lambdas[0]
         warmup = self.optimizer_config.lr_warmup_steps or 0
         return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: shape(step + (step < warmup)))
 
-    def _build_lora_module(self, module: Any) -> Any:
+    def _build_lora_module(self, module: PreTrainedModel) -> torch.nn.Module:
         """Wrap the model with peft. verl's version does not support dropout."""
         import peft
 
@@ -150,12 +156,12 @@ class RaylightEngine(verl.FSDPEngineWithLMHead):
         if self._learner.router_replay:
             self._routes = ExpertRoutes(model)
 
-    def _add_vision(self, model: Any) -> None:
+    def _add_vision(self, model: PreTrainedModel) -> None:
         if self.images is not None:
             is_trained = self._learner.train_vision and not self.engine_config.forward_only
             self._vision = ModelVision(model, self.images, is_trained)
 
-    def _build_fsdp_module(self, module: Any) -> Any:
+    def _build_fsdp_module(self, module: Any) -> torch.nn.Module:
         forward_only = self.engine_config.forward_only
         self._add_head(module)
         if forward_only:
@@ -216,10 +222,10 @@ class RaylightEngine(verl.FSDPEngineWithLMHead):
             self._is_resident = False
             self.to("cpu", model=model, optimizer=optimizer, grad=model)
 
-    def train_mode(self, **options: Any) -> Any:
+    def train_mode(self, **options: bool) -> contextlib.AbstractContextManager[object]:
         return super().train_mode(disable_auto_offload=self._is_resident, **options)
 
-    def eval_mode(self, **options: Any) -> Any:
+    def eval_mode(self, **options: bool) -> contextlib.AbstractContextManager[object]:
         return super().eval_mode(disable_auto_offload=self._is_resident, **options)
 
     def to(self, device: str, model: bool = True, optimizer: bool = True, grad: bool = True) -> None:
@@ -287,7 +293,7 @@ class RaylightEngine(verl.FSDPEngineWithLMHead):
         entropy_grad: bool = False,
         observations: bool = False,
         distill: Distill | None = None,
-    ) -> dict[str, Any]:
+    ) -> dict[str, verl.Metric | float]:
         """Take an optimizer step; return the loss function's metrics, each of all micro-batches, and the
         gradient's norm. A collective.
 
@@ -296,7 +302,7 @@ class RaylightEngine(verl.FSDPEngineWithLMHead):
             observations: compute the log-probs of observed tokens too.
             distill: gives the divergences of a micro-batch from a teacher, which are computed too.
         """
-        metrics: dict[str, Any] = {}
+        metrics: dict[str, verl.Metric | float] = {}
         with self.train_mode():
             self.optimizer_zero_grad()
             batches = self._micro_batches(minibatch, entropy, entropy_grad, observations=observations)
@@ -401,7 +407,7 @@ class RaylightEngine(verl.FSDPEngineWithLMHead):
         idle = make([mask_all(rows[parts[-1][-1]])])
         return [([], idle)] * (passes - len(parts)) + found
 
-    def _autocast(self) -> contextlib.AbstractContextManager[Any]:
+    def _autocast(self) -> contextlib.AbstractContextManager[object]:
         """Context of verl's passes and losses."""
         if self._autocast_dtype == torch.float32:
             return contextlib.nullcontext()
@@ -428,7 +434,7 @@ class RaylightEngine(verl.FSDPEngineWithLMHead):
         routers = {name: output.pop(name) for name in ("router_logits",) if name in output}
         return {name: place(values, batch.computed) for name, values in output.items()} | routers
 
-    def _model_inputs(self, batch: MicroBatch) -> tuple[dict[str, Any], int]:
+    def _model_inputs(self, batch: MicroBatch) -> tuple[dict[str, object], int]:
         """Return the model's inputs, and the tokens that pad a packed sequence."""
         padding = 0
         if batch.packed:
@@ -478,13 +484,13 @@ class ValueEngine(RaylightEngine):
     def _add_head(self, module: object) -> None:
         """Keep the model's own head, which computes one value per token."""
 
-    def _build_module(self) -> Any:
+    def _build_module(self) -> PreTrainedModel:
         """Build a token classifier as a language model, since verl's value models need flash attention."""
         hf_config = self.model_config.hf_config
         hf_config.num_labels, hf_config.classifier_dropout = 1, 0.0
         return super()._build_module()
 
-    def _build_lora_module(self, module: Any) -> object:
+    def _build_lora_module(self, module: PreTrainedModel) -> torch.nn.Module:
         """Add the adapter to the base model. The new head is trained in full."""
         import peft
 
@@ -500,14 +506,15 @@ class RewardEngine(ValueEngine):
     """Engine of a reward model. Its head has no bias, as that of `AutoModelForSequenceClassification`, under
     which it is saved."""
 
-    def _build_module(self) -> Any:
+    def _build_module(self) -> PreTrainedModel:
         module = super()._build_module()
-        if not isinstance(getattr(module, "score", None), torch.nn.Linear):
+        head = getattr(module, "score", None)
+        if not isinstance(head, torch.nn.Linear):
             raise ConfigError(
                 f"{type(module).__name__} has no head of the name `score`, so that it cannot be saved as a "
                 "reward model; choose a model of another architecture, such as Qwen or Llama"
             )
-        module.score.register_parameter("bias", None)
+        head.register_parameter("bias", None)
         return module
 
 
@@ -525,7 +532,7 @@ def disable_dropout(module: torch.nn.Module) -> None:
                 setattr(owner, name, 0.0)
 
 
-def check_heads(config: Any, size: int) -> None:
+def check_heads(config: PreTrainedConfig, size: int) -> None:
     """Check that the ranks of a sequence can divide the attention heads.
 
     Args:

@@ -6,13 +6,13 @@ Only the headers of the files are read, and the model is built on the meta devic
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from transformers import AutoConfig
+from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import convert_and_load_state_dict_in_model
 from transformers.modeling_utils import LoadStateDictConfig
@@ -72,7 +72,7 @@ def check_model(path: str) -> None:
     check_layout(model)
 
 
-def check_layout(model: Any) -> None:
+def check_layout(model: PreTrainedModel) -> None:
     """Check that log-probs can be computed from the last hidden states alone, as in training.
 
     The forward pass around the layers is run; the layers are not.
@@ -92,7 +92,7 @@ def check_layout(model: Any) -> None:
         ) from error
 
 
-def build_on_meta(config: Any, reads_images: bool = False) -> Any:
+def build_on_meta(config: PreTrainedConfig, reads_images: bool = False) -> PreTrainedModel:
     """Build a model without values.
 
     Args:
@@ -112,12 +112,12 @@ def build_on_meta(config: Any, reads_images: bool = False) -> Any:
         ) from error
 
 
-def language_part(model: Any) -> Any:
+def language_part(model: PreTrainedModel) -> torch.nn.Module:
     """Return the transformer of a model that computes its tokens."""
     return getattr(model.base_model, LANGUAGE, model.base_model)
 
 
-def trained_class(config: Any, reads_images: bool = False) -> Any:
+def trained_class(config: PreTrainedConfig, reads_images: bool = False) -> type[PreTrainedModel]:
     """Return the class of transformers that learners and engines load: that of `AutoModelForImageTextToText`
     for a model that reads images, else that of `AutoModelForCausalLM`, which is the text part alone of some
     models with a vision part (Qwen 3.5).
@@ -134,7 +134,7 @@ def trained_class(config: Any, reads_images: bool = False) -> Any:
     if served is None and whole is not None:
         raise ConfigError(
             f"the architecture {name or config.model_type} is trained with images alone, and "
-            f"{config.name_or_path} takes none: {image_obstacle(config.name_or_path)}"
+            f"{config.name_or_path} takes none: {image_obstacle(str(config.name_or_path))}"
         )
     reason = "it does not generate text in transformers"
     if served is not None:
@@ -145,7 +145,7 @@ def trained_class(config: Any, reads_images: bool = False) -> Any:
     )
 
 
-def round_trip(model: Any, stored: Shapes) -> dict[str, tuple[int, ...]]:
+def round_trip(model: PreTrainedModel, stored: Shapes) -> dict[str, tuple[int, ...]]:
     """Load tensors without values into a model on the meta device; return the names and shapes it exports.
 
     Raises:
@@ -231,7 +231,7 @@ def _pickled(file: Path) -> dict[str, tuple[int, ...]]:
     return {name: tuple(tensor.shape) for name, tensor in tensors.items()}
 
 
-def _some(names: Any) -> str:
+def _some(names: Mapping[str, object] | Iterable[str]) -> str:
     """Return the first names of several, and how many more there are."""
     names = (
         [f"{name} {shape}" for name, shape in names.items()] if isinstance(names, Mapping) else list(names)

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+from raylight.types import JsonObject
 
 # fmt: off
 PACKED_MODELS = frozenset({
@@ -48,7 +47,7 @@ WINDOWS_IN_MASK = {"qwen2_moe"}
 """Types of models whose windows are in the mask alone."""
 
 
-def can_pack(config: Mapping[str, Any]) -> bool:
+def can_pack(config: JsonObject) -> bool:
     """Return True if the kernel for packed rows computes all of a model's layers.
 
     Args:
@@ -65,7 +64,7 @@ def can_pack(config: Mapping[str, Any]) -> bool:
     )
 
 
-def keeps_state(config: Mapping[str, Any]) -> bool:
+def keeps_state(config: JsonObject) -> bool:
     """Return True if a layer of a model keeps a state, so that each packed row would continue the one before.
 
     Args:
@@ -75,7 +74,7 @@ def keeps_state(config: Mapping[str, Any]) -> bool:
     return bool(layers & STATE_LAYERS) or (not layers and config.get("model_type") in STATE_MODELS)
 
 
-def _largest_head(config: Mapping[str, Any]) -> int:
+def _largest_head(config: JsonObject) -> int:
     sizes = [config.get(name) or 0 for name in HEAD_SIZES]
     latent = (config.get("qk_nope_head_dim") or 0) + (config.get("qk_rope_head_dim") or 0)
     plain = (config.get("hidden_size") or 0) // (config.get("num_attention_heads") or 1)

@@ -9,12 +9,11 @@ tokens around it (Ulysses, https://arxiv.org/abs/2309.14509).
 from __future__ import annotations
 
 import itertools
-from typing import Any
 
 import torch
 from torch.nn.attention.varlen import varlen_attn
 from torch.nn.functional import pad, scaled_dot_product_attention
-from transformers import AttentionInterface
+from transformers import AttentionInterface, PreTrainedConfig, PreTrainedModel
 
 from raylight.errors import ConfigError
 from raylight.learner import verl_api as verl
@@ -26,7 +25,7 @@ MULTIPLE = 8
 """The kernels compute heads whose size is a multiple of this."""
 
 
-def supports_varlen(config: Any, architecture: Any) -> bool:
+def supports_varlen(config: PreTrainedConfig, architecture: type[PreTrainedModel]) -> bool:
     """Return True if a model can compute packed rows so.
 
     Args:

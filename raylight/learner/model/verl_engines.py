@@ -6,7 +6,7 @@ import functools
 import importlib
 import logging
 from collections.abc import Callable
-from typing import Any
+from typing import TypeVar
 
 import torch
 from transformers import (
@@ -30,6 +30,8 @@ from raylight.learner.model.varlen_attention import VARLEN, supports_varlen
 from raylight.learner.tokens.rows import make_probe_row
 
 logger = logging.getLogger(__name__)
+
+Built = TypeVar("Built", bound=RaylightEngine)
 
 ROUNDING = {"float32": 1e-5, "bfloat16": 1e-3}
 """Mean difference between a row's outputs alone and packed, relative to the largest output, that rounding
@@ -108,13 +110,13 @@ def build_reward_model(
 
 
 def _build(
-    cls: Callable[..., Any],
+    cls: Callable[..., Built],
     model_path: str,
     config: LearnerConfig,
     settings: OptimizerSettings,
     total_steps: int,
     forward_only: bool = False,
-) -> Any:
+) -> Built:
     reads_text_alone = cls in (ValueEngine, RewardEngine)
     images = ModelImages.load(model_path)
     if reads_text_alone and images is not None:
@@ -173,7 +175,7 @@ def _build(
     return engine
 
 
-def optimizer_config(settings: OptimizerSettings, total_steps: int) -> Any:
+def optimizer_config(settings: OptimizerSettings, total_steps: int) -> verl.FSDPOptimizerConfig:
     """Convert the optimizer's settings to verl's."""
     muon = settings.optimizer == "muon"
     return verl.FSDPOptimizerConfig(

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from cachetools import LRUCache
+from transformers import PreTrainedModel
 
 from raylight.errors import ConfigError
 from raylight.images.image import Image, read_image
@@ -56,7 +57,7 @@ class ModelVision:
         ConfigError: transformers' class has another layout.
     """
 
-    def __init__(self, model: Any, images: ModelImages, trained: bool) -> None:
+    def __init__(self, model: PreTrainedModel, images: ModelImages, trained: bool) -> None:
         self._base: Any = model.model
         self._images, self._trained = images, trained
         functions = "get_image_features", "get_placeholder_mask", LANGUAGE
@@ -96,7 +97,7 @@ class ModelVision:
         for cache in (self._read, self._known):
             cache.clear()
 
-    def inputs(self, batch: MicroBatch, ids: torch.Tensor) -> dict[str, Any]:
+    def inputs(self, batch: MicroBatch, ids: torch.Tensor) -> dict[str, object]:
         """Return the arguments of a pass that its images need; none if its rows have no images.
 
         Args:
@@ -138,7 +139,7 @@ class ModelVision:
         return torch.cat(found, -1)
 
     def _join_other_ranks(
-        self, module: Any, args: Any, arguments: dict[str, Any]
+        self, module: object, args: tuple[object, ...], arguments: dict[str, Any]
     ) -> tuple[object, dict[str, object]]:
         """Compute a blank image in a pass without images, whose features change nothing: the ranks gather the
         parameters of the vision part, and reduce their gradients, together. Without images in the mini-batch,
@@ -229,15 +230,15 @@ class ModelVision:
         return self._own_mask(input_ids, *args, **options)
 
 
-def freeze_vision(base: Any) -> None:
+def freeze_vision(base: torch.nn.Module) -> None:
     """Freeze all parameters of a transformer outside of its language part."""
     for name, param in base.named_parameters():
         param.requires_grad_(param.requires_grad and name.startswith(f"{LANGUAGE}."))
 
 
-def _join(features: list[ImageFeatures]) -> Any:
+def _join(features: list[ImageFeatures]) -> object:
     """Return the features of several images, as the model's own code would."""
-    pooled: Any = [each.pooled for each in features]
+    pooled = [each.pooled for each in features]
     deepstack = None
     if features[0].deepstack is not None:
         levels = zip(*(each.deepstack for each in features), strict=True)

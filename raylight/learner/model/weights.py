@@ -12,7 +12,7 @@ import json
 import os
 import shutil
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -21,7 +21,7 @@ from huggingface_hub.constants import SAFETENSORS_INDEX_FILE
 from safetensors import safe_open
 from safetensors.torch import save_file
 from torch.distributed.tensor import DTensor, distribute_tensor
-from transformers import AutoConfig
+from transformers import AutoConfig, PreTrainedModel
 
 from raylight._utils.files import atomic_folder
 from raylight.engines.protocol import LoraAdapter
@@ -31,6 +31,11 @@ from raylight.types import JsonObject
 from raylight.weights.peft_files import missing_files, read_adapter
 from raylight.weights.source import WeightSource, base_model, gather
 
+if TYPE_CHECKING:
+    from peft import PeftConfig
+
+    from raylight.learner.model.fsdp import RaylightEngine
+
 SHARD_BYTES = 4_000_000_000
 """Largest size of one file of a saved model."""
 SCALE_SETTINGS = ("use_rslora", "alpha_pattern")
@@ -39,7 +44,7 @@ PER_TOKEN = "ForTokenClassification"
 """End of the names of models with an output for each token."""
 
 
-def gather_model(engine: Any) -> dict[str, torch.Tensor] | None:
+def gather_model(engine: RaylightEngine) -> dict[str, torch.Tensor] | None:
     """Return all weights in float32 on the CPU by Hugging Face name, with the adapter merged, on rank 0.
 
     A tied weight appears under each of its names.
@@ -51,7 +56,7 @@ def gather_model(engine: Any) -> dict[str, torch.Tensor] | None:
     return weights or None
 
 
-def gather_adapter(engine: Any) -> tuple[JsonObject, dict[str, torch.Tensor]] | None:
+def gather_adapter(engine: RaylightEngine) -> tuple[JsonObject, dict[str, torch.Tensor]] | None:
     """Return the adapter's configuration and float32 CPU weights, as in peft's files, on rank 0."""
     config = engine.module.peft_config["default"].to_dict()
     weights = {}
@@ -63,7 +68,7 @@ def gather_adapter(engine: Any) -> tuple[JsonObject, dict[str, torch.Tensor]] | 
     return {key: _to_json(value) for key, value in config.items()} | {"inference_mode": True}, weights
 
 
-def load_adapter(engine: Any, folder: str) -> None:
+def load_adapter(engine: RaylightEngine, folder: str) -> None:
     """Replace the weights of the engine's adapter by a folder's, in peft's format.
 
     Raises:
@@ -108,7 +113,7 @@ def copy_to_numpy(tensors: dict[str, torch.Tensor]) -> dict[str, np.ndarray]:
     return {name: tensor.numpy().copy() for name, tensor in tensors.items()}
 
 
-def save_model(engine: object, folder: str, adapter: LoraAdapter | None = None) -> None:
+def save_model(engine: RaylightEngine, folder: str, adapter: LoraAdapter | None = None) -> None:
     """Write the model in Hugging Face format to `folder`, atomically.
 
     With LoRA the adapter is merged into the model, and is also written to the subfolder `adapter` in peft's
@@ -125,18 +130,18 @@ def save_model(engine: object, folder: str, adapter: LoraAdapter | None = None) 
     torch.distributed.barrier()
 
 
-def _write_model(engine: Any, folder: str, adapter: dict[str, torch.Tensor] | None) -> None:
+def _write_model(engine: RaylightEngine, folder: str, adapter: dict[str, torch.Tensor] | None) -> None:
     """Write the model, its tokenizer and, if there is one, its adapter."""
     module, settings = engine.module, engine.model_config
     model = base_model(module)
     rest: dict[str, torch.Tensor] = {}
     is_part = settings.hf_config.model_type != model.config.model_type  # only the text part is loaded
     if is_part or engine.images is not None:  # layers that predict further tokens are not loaded either
-        rest = _other_tensors(settings.local_path, WeightSource(module, torch.float32))
+        rest = _other_tensors(str(settings.local_path), WeightSource(module, torch.float32))
     if _is_rank_0():
         _write_config(model, folder, settings.local_path if is_part else None)
         settings.get_processor().save_pretrained(folder)
-        for file in Path(settings.local_path).glob("*processor_config.json"):
+        for file in Path(str(settings.local_path)).glob("*processor_config.json"):
             shutil.copy(file, folder)
     _write_tensors(WeightSource(module, torch.float32, tied=False, adapter=adapter), folder, rest)
     if hasattr(module, "peft_config"):
@@ -146,7 +151,7 @@ def _write_model(engine: Any, folder: str, adapter: dict[str, torch.Tensor] | No
             _write_adapter(adapter, module.peft_config["default"], os.path.join(folder, "adapter"))
 
 
-def _write_config(model: Any, folder: str, original: str | None) -> None:
+def _write_config(model: PreTrainedModel, folder: str, original: str | None) -> None:
     """Write the configurations.
 
     Args:
@@ -205,7 +210,7 @@ def _write_tensors(source: WeightSource, folder: str, rest: dict[str, torch.Tens
         Path(folder, SAFETENSORS_INDEX_FILE).write_text(json.dumps(index, indent=2, sort_keys=True))
 
 
-def _write_adapter(tensors: dict[str, torch.Tensor], config: Any, folder: str) -> None:
+def _write_adapter(tensors: dict[str, torch.Tensor], config: PeftConfig, folder: str) -> None:
     """Write an adapter in peft's format."""
     os.makedirs(folder, exist_ok=True)
     save_file(

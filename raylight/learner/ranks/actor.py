@@ -26,6 +26,10 @@ from raylight.ray_metrics.reporter import Measurement, MetricReporter
 from raylight.weights.sender import PublicationSettings
 
 if TYPE_CHECKING:
+    from ray import ObjectRef
+    from torch.distributed import TCPStore
+
+    from raylight.experience.batches.shards import BatchShard
     from raylight.weights.publisher import WeightPublisher
 
 logger = logging.getLogger(__name__)
@@ -53,7 +57,7 @@ class LearnerActor:
         self._timeout = datetime.timedelta(seconds=limit + PROCESS_GROUP_MARGIN_S)
         if not config.num_gpus:  # Ray hides no GPU from an actor without GPUs, but torch must not use one
             os.environ["CUDA_VISIBLE_DEVICES"] = ""
-        self._store: Any = None
+        self._store: TCPStore | None = None
         self._policy: Any = None
         self._publisher: WeightPublisher | None = None
         self._model: Any = None
@@ -73,7 +77,7 @@ class LearnerActor:
                 measured.append(Measurement(name, device, {"memory": "device"}))
         return measured
 
-    def call(self, method: str, limit_s: float, *args: Any) -> Any:
+    def call(self, method: str, limit_s: float, *args: object) -> object:
         """Call a method of this rank or its `ModelRank` under a watchdog; raise its failures as typed errors.
 
         Args:
@@ -170,7 +174,7 @@ class LearnerActor:
 
             torch.cuda.empty_cache()
 
-    def update(self, shards: list[Any]) -> dict[str, float]:
+    def update(self, shards: list[ObjectRef[BatchShard]]) -> dict[str, float]:
         """Update the policy with a batch; return metrics, equal on all ranks except for the time.
 
         Args:
@@ -182,7 +186,7 @@ class LearnerActor:
         self._update_s = time.perf_counter() - start
         return metrics | {"learner/update_s": self._update_s}
 
-    def evaluate(self, shards: list[Any]) -> dict[str, float]:
+    def evaluate(self, shards: list[ObjectRef[BatchShard]]) -> dict[str, float]:
         """Return sums of a supervised model's figures over a batch, and their count, equal on all ranks.
 
         Args:
@@ -192,7 +196,7 @@ class LearnerActor:
         self._release_memory()
         return totals
 
-    def _own(self, shards: list[Any]) -> Any:
+    def _own(self, shards: list[ObjectRef[BatchShard]]) -> BatchShard:
         return ray.get(shards[self._policy.engine.get_data_parallel_rank()])
 
     def take_snapshot(self, ids: list[int], settings: PublicationSettings) -> list[float]:

@@ -7,7 +7,7 @@ import functools
 import logging
 import math
 import secrets
-from collections.abc import Iterable, Mapping
+from collections.abc import Awaitable, Iterable, Mapping
 from typing import Any
 
 import ray
@@ -190,7 +190,7 @@ class LearnerGroup(Learner):
         """Return the current version and the adapter."""
         return (await self._call("export_adapter", model))[0]
 
-    async def save(self, folder: str, adapters: Mapping[str, Any] | None = None) -> None:
+    async def save(self, folder: str, adapters: Mapping[str, Awaitable[LoraAdapter]] | None = None) -> None:
         """Write the model, or each of several; rank 0 writes the files."""
         found = {name: await ref for name, ref in (adapters or {}).items()}
         await self._call("save", folder, found)
@@ -219,7 +219,7 @@ class LearnerGroup(Learner):
     async def _call(
         self,
         method: str,
-        *args: Any,
+        *args: object,
         ranks: Iterable[int] | None = None,
         timeout_setting: str = "collective_timeout_s",
         limit: float | None = None,
@@ -247,7 +247,7 @@ class LearnerGroup(Learner):
         bounded = limit is not None or timeout_setting == "start_timeout_s"
         limit = getattr(self._config, timeout_setting) if limit is None else limit
         failure = self._failure  # a restart begins another one
-        calls: dict[asyncio.Future[Any], int] = {
+        calls: dict[asyncio.Future[object], int] = {
             asyncio.ensure_future(
                 self._actors[rank]
                 .call.options(name=f"LearnerActor.{method}", concurrency_group=group)

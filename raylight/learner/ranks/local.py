@@ -20,6 +20,7 @@ from raylight.types import JsonObject
 
 if TYPE_CHECKING:
     from raylight.engines.transformers.engine import TrainableEngine
+    from raylight.learner.updates.policy import Policy
 
 
 class LocalLearner(Learner):
@@ -37,7 +38,7 @@ class LocalLearner(Learner):
 
     def __init__(self, load: Callable[[], Awaitable[TrainableEngine]], config: LearnerConfig) -> None:
         self._load, self._config = load, config
-        self._policy: Any = None
+        self._policy: Policy
         self._rank: Any = None
         self._owns_group = False
 

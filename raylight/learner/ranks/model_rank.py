@@ -5,7 +5,6 @@ from __future__ import annotations
 import datetime
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import torch.distributed as dist
 
@@ -33,7 +32,7 @@ class ModelRank:
     def __init__(self, model: TrainedModel | PolicySet) -> None:
         self._model = model
         self._writer, self._copies = BackgroundWriter(), state_files.HostCopies()
-        self._group: Any = dist.new_group(backend="gloo", timeout=WRITING_TIMEOUT)
+        self._group = dist.new_group(backend="gloo", timeout=WRITING_TIMEOUT)
         """Connections for writing: slow storage may exceed the timeout of a collective of the training, whose
         connections must not be used at the same time."""
 

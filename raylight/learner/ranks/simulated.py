@@ -6,7 +6,7 @@ import asyncio
 import os
 import time
 from collections.abc import Awaitable, Callable, Mapping
-from typing import Any
+from typing import NoReturn
 
 from raylight._utils.aio import pause
 from raylight.config import LearnerConfig
@@ -70,7 +70,7 @@ class SimulatedLearner(Learner):
             settings.coordinator, "run_phase", kind, {}, settings.timeout_s, within=settings.limit_s
         )
 
-    async def export_adapter(self, model: str = "") -> Any:
+    async def export_adapter(self, model: str = "") -> NoReturn:
         """Raise ConfigError: the learner has no adapter."""
         raise ConfigError("a simulated learner has no adapter; leave learner.lora out")
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import tempfile
 from pathlib import Path
-from typing import Any
 
 import torch.distributed as dist
 
@@ -13,6 +12,7 @@ from raylight.config import LearnerConfig, LoraConfig
 from raylight.errors import CheckpointError, ConfigError
 from raylight.experience.settings.policy_settings import PolicySettings
 from raylight.learner.model import weights
+from raylight.learner.model.fsdp import RaylightEngine
 from raylight.learner.model.verl_engines import build_policy, build_reward_model
 from raylight.learner.state import state
 from raylight.learner.state.checkpoints import TrainingStates, locate_state
@@ -77,7 +77,7 @@ def _open_states(source: str) -> tuple[TrainingStates, int]:
     return states, steps[-1] if step is None else step
 
 
-def _build(model: str, learner: LearnerConfig, is_reward_model: bool) -> Any:
+def _build(model: str, learner: LearnerConfig, is_reward_model: bool) -> RaylightEngine:
     build = build_reward_model if is_reward_model else build_policy
     try:
         return build(model, learner, PolicySettings(), 1)

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from typing import Any
 
 import fsspec
 
@@ -66,18 +65,18 @@ def _find_answer(url: str, token: str, rank: int) -> str:
     return "" if fs.exists(_file(root, token, rank)) else "wrote a file there that the driver does not find"
 
 
-def _for_each(urls: Sequence[str], work: Callable[[Any, str], object]) -> None:
+def _for_each(urls: Sequence[str], work: Callable[[fsspec.AbstractFileSystem, str], object]) -> None:
     for url in urls:
         work(*fsspec.core.url_to_fs(url))
 
 
-def _write_first(fs: Any, root: str, token: str) -> None:
+def _write_first(fs: fsspec.AbstractFileSystem, root: str, token: str) -> None:
     """Write the driver's token; the folder of a run's first state need not exist yet."""
     fs.makedirs(root, exist_ok=True)
     fs.pipe_file(_file(root, token, DRIVER), b"")
 
 
-def _remove_tokens(fs: Any, root: str, token: str) -> None:
+def _remove_tokens(fs: fsspec.AbstractFileSystem, root: str, token: str) -> None:
     fs.invalidate_cache()
     for path in fs.ls(root, detail=False):
         if path.rpartition("/")[2].startswith(f".shared-{token}-"):

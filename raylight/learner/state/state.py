@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 
 from raylight.errors import CheckpointError
+from raylight.learner.model.fsdp import RaylightEngine
 from raylight.learner.model.muon import MUON_MOMENT, MuonWithAdamW
 from raylight.learner.state.state_files import StateReader, Tensors, document, parse_document
 from raylight.learner.updates.policy_set import PolicySet
@@ -127,7 +128,7 @@ def _is_of_model(name: str) -> bool:
     return name.endswith(f"/{PLAIN}") and name.count("/") == 1
 
 
-def load_weights(engine: object, url: str, model: str = "") -> None:
+def load_weights(engine: RaylightEngine, url: str, model: str = "") -> None:
     """Load the trained parameters of the policy, without its optimizer. A collective.
 
     Args:
@@ -140,7 +141,7 @@ def load_weights(engine: object, url: str, model: str = "") -> None:
     reader.read(_parameters(reader, f"{model}/policy" if model else "policy", engine))
 
 
-def _parameters(reader: StateReader, engine_name: str, engine: object) -> Tensors:
+def _parameters(reader: StateReader, engine_name: str, engine: RaylightEngine) -> Tensors:
     """Return the trained parameters by their names in the state.
 
     Raises:
@@ -162,7 +163,7 @@ def _parameters(reader: StateReader, engine_name: str, engine: object) -> Tensor
     return {prefix + name: param.detach() for name, param in trained.items()}
 
 
-def _moments(reader: StateReader, engine_name: str, engine: Any) -> Tensors:
+def _moments(reader: StateReader, engine_name: str, engine: RaylightEngine) -> Tensors:
     """Give the optimizer moments to read into, and return them by their names in the state.
 
     A parameter without moments in the state, which never had a gradient, has none afterwards.
@@ -188,7 +189,7 @@ def _moments(reader: StateReader, engine_name: str, engine: Any) -> Tensors:
     return tensors
 
 
-def _seek_schedule(engine: Any, updates: int) -> None:
+def _seek_schedule(engine: RaylightEngine, updates: int) -> None:
     """Set the learning-rate schedule of the settings to its position after `updates` updates."""
     scheduler = engine.lr_scheduler
     rates = [
@@ -200,7 +201,7 @@ def _seek_schedule(engine: Any, updates: int) -> None:
     scheduler.load_state_dict(scheduler.state_dict() | position)
 
 
-def _trained(engine: Any) -> dict[str, torch.nn.Parameter]:
+def _trained(engine: RaylightEngine) -> dict[str, torch.nn.Parameter]:
     return {name: param for name, param in engine.module.named_parameters() if param.requires_grad}
 
 

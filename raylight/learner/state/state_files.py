@@ -11,7 +11,6 @@ import functools
 import io
 import json
 import pickle
-from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -19,7 +18,9 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint._fsspec_filesystem import FsspecReader, FsspecWriter
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
+from torch.distributed.checkpoint.storage import WriteResult
 
 from raylight._utils.disk import find_disk_error
 from raylight.errors import CheckpointError
@@ -148,7 +149,7 @@ def parse_document(content: torch.Tensor) -> Any:
 
 
 class _Writer(FsspecWriter):
-    def write_data(self, plan: Any, planner: Any) -> Any:
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> torch.futures.Future[list[WriteResult]]:
         """Write this rank's tensors, and raise the disk's own error.
 
         torch.save raises another one in its place, and only the error itself reaches the other ranks.
@@ -199,5 +200,4 @@ def _damage(url: str) -> CheckpointError:
 
 def _first_failure(error: CheckpointException) -> BaseException:
     """Return the error of the lowest rank that failed."""
-    failures: Mapping[int, Any] = error.failures
-    return failures[min(failures)][0]
+    return error.failures[min(error.failures)][0]

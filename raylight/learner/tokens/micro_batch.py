@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch.nn.utils.rnn import pad_sequence
+from transformers import PreTrainedModel
 
 from raylight.learner.tokens.response_logprobs import TargetTokens
 from raylight.learner.tokens.rows import TrainRow
@@ -22,7 +23,7 @@ SMALL_PASS = 512
 """Tokens of a pass below which matrix products become slower."""
 
 
-def activation_bytes(module: Any) -> int:
+def activation_bytes(module: PreTrainedModel) -> int:
     """Return about the bytes that a token adds to the activations of a training pass in float32: the inputs
     and outputs of all matrix products within the transformer."""
     outside = {module.get_input_embeddings(), module.get_output_embeddings()}

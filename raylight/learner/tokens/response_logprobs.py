@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from transformers import PreTrainedModel
 
 from raylight.errors import ConfigError
 from raylight.learner.tokens.sampling_replay import SamplingReplay
@@ -63,7 +64,7 @@ class LogprobHead:
         ConfigError: the model's transformer or output layer is not a direct child of the model.
     """
 
-    def __init__(self, model: Any, chunk: int | None = None) -> None:
+    def __init__(self, model: PreTrainedModel, chunk: int | None = None) -> None:
         self._model, self._chunk = model, chunk
         self._own_forward = model.forward
         head = model.get_output_embeddings()
@@ -88,7 +89,7 @@ class LogprobHead:
         layer: torch.nn.Module = self._head
         return layer
 
-    def _forward(self, *args: object, sampled: TargetTokens | None = None, **inputs: object) -> Any:
+    def _forward(self, *args: object, sampled: TargetTokens | None = None, **inputs: object) -> object:
         """Return flat tensors `log_probs`, and those of `entropy`, `sum_pi_squared` and `divergence` that are
         wanted, of the sampled tokens, and `router_logits` of all tokens, shape (layers, tokens, experts); or
         only `hidden`."""
@@ -145,7 +146,7 @@ class LogprobHead:
     @contextlib.contextmanager
     def _replaced(self, functions: dict[str, Callable[..., object]]) -> Iterator[None]:
         """Replace the calls of children of the model by functions."""
-        modules = self._model._modules
+        modules: dict[str, Any] = self._model._modules
         own = {name: modules[name] for name in functions}
         modules.update({name: _ReplacedModule(own[name], call) for name, call in functions.items()})
         try:
@@ -163,10 +164,10 @@ class _ReplacedModule:
     def __init__(self, module: torch.nn.Module, call: Callable[..., object]) -> None:
         self._module, self._call = module, call
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *args: object, **kwargs: object) -> object:
         return self._call(*args, **kwargs)
 
-    def __getattr__(self, name: str) -> Any:
+    def __getattr__(self, name: str) -> object:
         found = getattr(self._module, name)
         return _ReplacedModule(found, self._call) if isinstance(found, torch.nn.Module) else found
 

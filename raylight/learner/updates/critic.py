@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 
 from raylight.config import LearnerConfig
@@ -90,7 +88,7 @@ class ValueLoss:
 
     def __call__(
         self, outputs: dict[str, torch.Tensor], batch: MicroBatch
-    ) -> tuple[torch.Tensor, dict[str, Any]]:
+    ) -> tuple[torch.Tensor, dict[str, verl.Metric]]:
         values, limit = outputs["values"], self._settings.cliprange_value
         old, returns = batch.matrix("values"), batch.matrix("returns")
         loss, clipped_fraction = verl.compute_value_loss(

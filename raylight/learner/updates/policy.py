@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Mapping
-from typing import Any
 
 import torch
 
@@ -59,7 +58,7 @@ class Policy(TrainedModel):
         self._has_dropout = config.lora is not None and config.lora.dropout > 0
 
     @property
-    def engines(self) -> dict[str, Any]:
+    def engines(self) -> dict[str, RaylightEngine]:
         """The engines that are trained, by name: `policy` and, if there is one, `critic`."""
         return {"policy": self.engine} | ({} if self.critic is None else {"critic": self.critic.engine})
 
@@ -167,7 +166,7 @@ class Policy(TrainedModel):
     def _step(self, minibatch: Minibatch) -> dict[str, float]:
         """Take an optimizer step on one mini-batch. The old policy is the same for all of them."""
         settings = self.settings
-        metrics = self.engine.train(
+        found = self.engine.train(
             minibatch,
             PolicyLoss(settings, minibatch.rows),
             entropy=settings.calculate_entropy or settings.entropy_coef != 0,
@@ -175,5 +174,5 @@ class Policy(TrainedModel):
             observations=settings.observation_coef > 0,
             distill=self._distiller,
         )
-        metrics = all_reduce_metrics(metrics)
+        metrics = all_reduce_metrics(found)
         return rename_metrics(metrics) | self._gradients.check(metrics["grad_norm"])

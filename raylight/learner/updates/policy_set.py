@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 from collections import defaultdict
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
@@ -14,6 +14,7 @@ from raylight.experience.batches.batch import TrainBatch
 from raylight.experience.batches.shards import ModelShard, shard_by_model
 from raylight.experience.batches.token_records import RowRecord
 from raylight.experience.settings.policy_settings import PolicySettings
+from raylight.learner import verl_api as verl
 from raylight.learner.model import weights
 from raylight.learner.model.verl_engines import build_policy, optimizer_config
 from raylight.learner.protocol import ModelSettings
@@ -25,9 +26,9 @@ class _Slot(NamedTuple):
 
     adapter: dict[str, torch.Tensor]
     """Values of the adapter while another model is active."""
-    optimizer: Any
-    lr_scheduler: Any
-    optimizer_config: Any
+    optimizer: torch.optim.Optimizer
+    lr_scheduler: torch.optim.lr_scheduler.LRScheduler
+    optimizer_config: verl.FSDPOptimizerConfig
 
 
 class PolicySet:

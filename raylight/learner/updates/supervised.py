@@ -9,8 +9,6 @@ the loss itself.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch.nn.functional import logsigmoid
 
@@ -24,6 +22,7 @@ from raylight.experience.settings.supervised_settings import (
 )
 from raylight.learner import verl_api as verl
 from raylight.learner.losses.metrics import all_reduce_metrics
+from raylight.learner.model.fsdp import LossFunction
 from raylight.learner.tokens.micro_batch import MicroBatch
 from raylight.learner.tokens.rows import Minibatch, TrainRow, build_minibatches, build_rows
 from raylight.learner.updates.trained_model import TrainedModel
@@ -71,7 +70,7 @@ class SupervisedModel(TrainedModel):
         loss, count = self._sum(totals).tolist()
         return {"loss": loss, "count": count}
 
-    def _loss(self, rows: list[TrainRow], outline: BatchOutline) -> tuple[Any, dict[str, float]]:
+    def _loss(self, rows: list[TrainRow], outline: BatchOutline) -> tuple[LossFunction, dict[str, float]]:
         """Return the loss function of an update, and the metrics that are known before it."""
         settings = self._settings
         if not isinstance(settings, PairSettings):
@@ -110,7 +109,7 @@ class SupervisedModel(TrainedModel):
 
 def answer_loss(
     outputs: dict[str, torch.Tensor], batch: MicroBatch
-) -> tuple[torch.Tensor, dict[str, object]]:
+) -> tuple[torch.Tensor, dict[str, verl.Metric]]:
     """Return a micro-batch's part of the mean negative log-prob of all learned tokens."""
     loss = -outputs["log_probs"].where(batch.mask, 0.0).sum() * (batch.dp_size / batch.tokens)
     return loss, {"loss": verl.Metric("sum", loss)}
@@ -118,7 +117,7 @@ def answer_loss(
 
 def weighted_loss(
     outputs: dict[str, torch.Tensor], batch: MicroBatch
-) -> tuple[torch.Tensor, dict[str, object]]:
+) -> tuple[torch.Tensor, dict[str, verl.Metric]]:
     """Return the sum of the log-probs, or of a reward model's scores, times the negative weights of their
     tokens."""
     weighted = -batch.matrix("advantages") * outputs["log_probs" if "log_probs" in outputs else "values"]

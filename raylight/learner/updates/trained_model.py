@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
 import numpy as np
 import torch
@@ -57,7 +56,7 @@ class TrainedModel:
         """Log-probs and advantages of this rank's rows in the last update of a policy."""
 
     @property
-    def engines(self) -> dict[str, Any]:
+    def engines(self) -> dict[str, RaylightEngine]:
         """The engines that are trained, by name."""
         return {"policy": self.engine}
 

@@ -9,7 +9,7 @@ import uuid
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any, NoReturn
+from typing import NoReturn
 
 import ray
 
@@ -39,7 +39,7 @@ class PinnedAdapter:
 
     names: dict[str, str]
     version: int
-    payload_refs: dict[str, Any]
+    payload_refs: dict[str, ray.ObjectRef[LoraAdapter]]
 
 
 class Publications:
@@ -91,7 +91,7 @@ class Publications:
         """Held while the learners send weights. It is acquired after `learners_busy`, if both are."""
         self._snapshot = 0
         """Version of the learners' snapshot; 0 if they have none."""
-        self._payload_refs: dict[str, Any] = {}
+        self._payload_refs: dict[str, ray.ObjectRef[LoraAdapter]] = {}
         """Reference to the published version of each adapter, by the name under which it is served."""
         self._failure: LearnerError | None = None
         """Failure of the learners that was found when a replica had joined."""
@@ -170,7 +170,9 @@ class Publications:
         """Names of the adapters that are published with each version."""
         return [name for name in self._adapters if name not in self._fixed]
 
-    async def _read(self, version: int) -> tuple[dict[str, Any], dict[str, list[float]]]:
+    async def _read(
+        self, version: int
+    ) -> tuple[dict[str, ray.ObjectRef[LoraAdapter]], dict[str, list[float]]]:
         """Read what is sent later: the adapters, or a snapshot. Return references to the adapters, and the
         learners' log-probs of the probe if an update may begin before the comparison."""
         beside, timeout = self._settings.beside_updates, self._settings.timeout_s
@@ -192,7 +194,10 @@ class Publications:
         return payload_refs, {name: await self._learners_logprobs(name) for name in names if beside}
 
     async def _send(
-        self, version: int, payload_refs: dict[str, Any], logprobs: dict[str, list[float]]
+        self,
+        version: int,
+        payload_refs: dict[str, ray.ObjectRef[LoraAdapter]],
+        logprobs: dict[str, list[float]],
     ) -> tuple[dict[str, dict[str, list[float]]], dict[str, list[float]]]:
         """Have all replicas load a version; return, by adapter, the log-probs of the probe by replica, and of
         the learners.
@@ -215,7 +220,7 @@ class Publications:
         return {name: probed} if probed else {}, {name: own.result()} if own else logprobs
 
     async def _send_adapters(
-        self, version: int, payload_refs: dict[str, object], timeout: float
+        self, version: int, payload_refs: dict[str, ray.ObjectRef[LoraAdapter]], timeout: float
     ) -> dict[str, list[float] | None]:
         """Publish a version of adapters; return the replicas' log-probs of the probe with the last one."""
         *others, last = payload_refs
@@ -226,7 +231,7 @@ class Publications:
             version, [payload_refs[last]], timeout, mode, last, probe=self._probe
         )
 
-    async def _export_adapters(self, names: Iterable[str]) -> dict[str, Any]:
+    async def _export_adapters(self, names: Iterable[str]) -> dict[str, ray.ObjectRef[LoraAdapter]]:
         """Return the object reference of each adapter, which this process owns, so that it outlives the
         learners."""
         exported = {}
