@@ -25,7 +25,7 @@ from raylight.trainer.runs.run_spec import RunSpec
 from raylight.trainer.spec.arguments import GivenSettings, TrainerArguments
 from raylight.types import JsonObject
 
-Work = Coroutine[Any, Any, JsonObject]
+Work = Coroutine[object, object, JsonObject]
 """A run from the start of its components to its summary."""
 
 
@@ -46,7 +46,7 @@ def launched(
     run: RunSpec[Any, Any, Report],
     arguments: TrainerArguments,
     given: GivenSettings,
-    loggers: Iterable[Any] | None,
+    loggers: Iterable[object] | None,
 ) -> Iterator[Work]:
     """Yield the work of a planned run, with a connection to Ray, a display and metric loggers.
 
@@ -70,7 +70,7 @@ def launched(
         config["run"]["dashboard"] = connection.dashboard
         all_loggers = [*find_loggers(loggers), StepMetrics(settings.name)]
         report = Report(run.folder, display, config, started, run.last_logged_step, all_loggers)
-        shown: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
+        shown: contextlib.AbstractContextManager[object] = contextlib.nullcontext()
         if arguments.ui:
             shown = ui_process(run.folder, report.note, connection.dashboard)
         with report, shown:

@@ -38,7 +38,7 @@ LEASE_S = 60.0
 
 def online_algorithm(
     model: str, given: JsonObject, sessions_per_step: int | None = None, lease_s: float | None = None
-) -> Any:
+) -> object:
     """Return an algorithm that trains on sessions.
 
     Args:

@@ -63,6 +63,7 @@ from raylight.trainer.spec.inputs import Inputs, as_agent, as_tasks, is_agent
 from raylight.trainer.spec.resume import Resume
 from raylight.trainer.spec.run_resources import merge_resources
 from raylight.trainer.spec.settings import RolloutSettings
+from raylight.types import JsonObject
 
 
 class Trainer:
@@ -123,7 +124,7 @@ class Trainer:
     def __init__(
         self,
         *,
-        algorithm: TrainerAlgorithm | type[TrainerAlgorithm] | str | dict[str, Any] | None = None,
+        algorithm: TrainerAlgorithm | type[TrainerAlgorithm] | str | JsonObject | None = None,
         agent: object = None,
         train_dataset: object = None,
         val_dataset: object = None,
@@ -134,17 +135,17 @@ class Trainer:
         max_rollouts: int | None = None,
         n_learners: int | None = None,
         port: int | None = None,
-        engine: EngineConfig | dict[str, Any] | None = None,
-        runner: RunnerConfig | dict[str, Any] | None = None,
-        learner: LearnerConfig | dict[str, Any] | None = None,
-        checkpoint: CheckpointConfig | dict[str, Any] | None = None,
-        store: StoreConfig | StoreClient | dict[str, Any] | None = None,
+        engine: EngineConfig | JsonObject | None = None,
+        runner: RunnerConfig | JsonObject | None = None,
+        learner: LearnerConfig | JsonObject | None = None,
+        checkpoint: CheckpointConfig | JsonObject | None = None,
+        store: StoreConfig | StoreClient | JsonObject | None = None,
         tracer: object = None,
         adapter: object = None,
         llm_proxy: object = None,
         hooks: object = None,
         group_reward: object = None,
-        loggers: Sequence[Any] | None = None,
+        loggers: Sequence[object] | None = None,
         role: Role | None = None,
         run_name: str | None = None,
         dev: bool = False,
@@ -226,7 +227,7 @@ class Trainer:
         val_dataset: object = None,
         *,
         resume: Resume = False,
-    ) -> dict[str, Any]:
+    ) -> JsonObject:
         """Train the agent; return the summary that is also in `summary.json`.
 
         Works in a script, in a notebook cell and in a Ray job. When it returns or raises, no actor,
@@ -256,8 +257,13 @@ class Trainer:
 
     @accept_synonyms(val_data="val_dataset")
     async def train(
-        self, agent: Any = None, train_dataset: Any = None, val_dataset: Any = None, *, resume: Resume = False
-    ) -> dict[str, Any]:
+        self,
+        agent: object = None,
+        train_dataset: object = None,
+        val_dataset: object = None,
+        *,
+        resume: Resume = False,
+    ) -> JsonObject:
         """`fit` for asynchronous callers. Cancelling it stops the run and cleans up."""
         if self.role == "runner":
             return await self._remote_runners(agent).work()
@@ -270,7 +276,7 @@ class Trainer:
     @accept_synonyms(val_data="val_dataset")
     def dev(
         self, agent: object = None, train_dataset: object = None, val_dataset: object = None
-    ) -> dict[str, Any]:
+    ) -> JsonObject:
         """Try the agent with a fast algorithm, by default `Baseline`, which prints the agent's rollouts.
 
         Raises:
@@ -292,7 +298,7 @@ class Trainer:
         lora_adapter: str | dict[str, str] | None = None,
         samples: int = 1,
         **settings: Any,
-    ) -> dict[str, Any]:
+    ) -> JsonObject:
         """Score a model on tasks without training; return the content of `eval.json`.
 
         Args:

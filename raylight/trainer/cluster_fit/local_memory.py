@@ -152,7 +152,7 @@ def estimate_memory(
 
 
 def build_on_meta(
-    config: Any, engine: EngineConfig, learner: LearnerConfig, reads_images: bool = False
+    config: object, engine: EngineConfig, learner: LearnerConfig, reads_images: bool = False
 ) -> Any:
     """Return the module, with the adapter in it, on the meta device."""
     import peft
@@ -160,7 +160,7 @@ def build_on_meta(
     AttentionInterface.register(ATTENTION, _attention)
     AttentionMaskInterface.register(ATTENTION, _no_mask)
     with torch.device("meta"):
-        module: Any = auto_class(reads_images).from_config(
+        module = auto_class(reads_images).from_config(
             copy.deepcopy(config), dtype=getattr(torch, engine.dtype), attn_implementation=ATTENTION
         )
         if learner.lora is not None:
@@ -245,7 +245,7 @@ class _Attention(torch.autograd.Function):
         return out
 
     @staticmethod
-    def backward(ctx: Any, *grads: object) -> Any:
+    def backward(ctx: Any, *grads: object) -> object:
         return tuple(torch.empty_like(tensor) for tensor in ctx.saved_tensors[:3])
 
 

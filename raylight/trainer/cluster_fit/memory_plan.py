@@ -8,7 +8,7 @@ import json
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Any, Self
+from typing import Self
 
 from raylight.config import EngineConfig, LearnerConfig, LoraConfig, RunnerConfig
 from raylight.engines.vllm.args import most_workers
@@ -192,7 +192,7 @@ class _Change:
             section, field = name.split(".", 1)
             if name == "learner.lora.rank":
                 field, value = "lora", LoraConfig(rank=value)
-            changed: Any = getattr(run, section).model_copy(update={field: value})
+            changed = getattr(run, section).model_copy(update={field: value})
             run = replace(run, **{section: changed})
         return run
 

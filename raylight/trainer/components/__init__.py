@@ -5,13 +5,13 @@ the component is up. None knows the insides of another.
 """
 
 from collections.abc import Coroutine
-from typing import Any, Protocol
+from typing import Protocol
 
 
 class Component(Protocol):
     """A component, as a run watches it."""
 
-    def watches(self) -> list[Coroutine[Any, Any, object]]:
+    def watches(self) -> list[Coroutine[object, object, object]]:
         """Return coroutines that run while the run works, and fail if the component has failed for good. By
         default none: whatever calls the component finds its failure, or another part of the run does."""
         return []

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import math
 from collections.abc import Callable, Coroutine
-from typing import Any, NoReturn
+from typing import NoReturn
 
 from ray.util.placement_group import PlacementGroup, remove_placement_group
 
@@ -122,7 +122,7 @@ class LearnerRanks:
         if not self._start.is_fresh:
             await self.group.load_state(self._start.state_url, self._start.step, self.version)
 
-    def watches(self) -> list[Coroutine[Any, Any, object]]:
+    def watches(self) -> list[Coroutine[object, object, object]]:
         """Return a coroutine that notices draining nodes. Failures of ranks fail their calls."""
         return [self._notice_draining_nodes()] if self._training.learner.kind == "ranks" else []
 

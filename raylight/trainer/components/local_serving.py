@@ -28,7 +28,7 @@ class LocalServing(Serving):
     def __init__(self, learner: LearnerConfig, *others: Any) -> None:
         super().__init__(*others)
         self._learner = learner
-        self._loaded: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+        self._loaded: asyncio.Future[object] = asyncio.get_running_loop().create_future()
         self._endpoint: Endpoint | None = None
 
     async def open(self, stack: contextlib.AsyncExitStack) -> None:
@@ -86,7 +86,7 @@ class LocalServing(Serving):
     def _monitor_model(self, url: str, engine: EngineConfig) -> None:
         """Do nothing: the server ends only with this process, see `watches`."""
 
-    def watches(self) -> list[Coroutine[Any, Any, object]]:
+    def watches(self) -> list[Coroutine[object, object, object]]:
         endpoint = [] if self._endpoint is None else [self._endpoint.watch()]
         return [*super().watches(), *endpoint]
 

@@ -30,7 +30,7 @@ class RequestRouter:
     def __init__(self, app_name: str) -> None:
         self._handle = serve.get_app_handle(app_name)
 
-    async def call(self, method: str, *args: Any) -> Any:
+    async def call(self, method: str, *args: object) -> object:
         try:
             return await getattr(self._handle, method).remote(*args)
         except RayTaskError as error:  # of the engine
@@ -136,7 +136,7 @@ class ModelService:
                     f"more replicas, or raise timeout_s. The run can be resumed"
                 ) from None
 
-    async def _ask(self, method: str, *args: Any) -> object:
+    async def _ask(self, method: str, *args: object) -> object:
         while True:
             try:
                 return await self._router.call.remote(method, *args)

@@ -185,7 +185,7 @@ class RolloutComponents(RunComponents):
         await self._start_together({})
         await self.serving.offer(self.settings.resources)
 
-    async def _start_together(self, others: dict[str, Coroutine[Any, Any, object]]) -> None:
+    async def _start_together(self, others: dict[str, Coroutine[object, object, object]]) -> None:
         """Start the models, the runners and others.
 
         Args:

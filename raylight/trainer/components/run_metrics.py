@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Coroutine
-from typing import Any, get_args
+from typing import get_args
 
 from raylight._utils.aio import pause
 from raylight.ray_metrics.reporter import REPORT_S, Measurement, MetricReporter
@@ -65,7 +65,7 @@ class ComponentMetrics(Component):
         self._rollouts: list[Measurement] = []
         self._reporter = MetricReporter(self._collect, run)
 
-    def watches(self) -> list[Coroutine[Any, Any, object]]:
+    def watches(self) -> list[Coroutine[object, object, object]]:
         """Return a coroutine that reports until it is cancelled."""
         return [self._report()]
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Coroutine
 from dataclasses import replace
-from typing import Any
 
 import ray
 
@@ -68,7 +67,7 @@ class Runners:
         await self.pool.start()
         self._show_stage("runners joined" if external else f"{self._config.n} runner(s) ready")
 
-    def watches(self) -> list[Coroutine[Any, Any, object]]:
+    def watches(self) -> list[Coroutine[object, object, object]]:
         """Return a coroutine that replaces lost runners, and fails if too many are lost."""
         return [self.pool.watch()]
 

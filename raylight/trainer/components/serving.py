@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import Callable, Coroutine
-from typing import Any
 
 import ray
 
@@ -154,7 +153,7 @@ class Serving:
         self._stack.push_async_callback(monitor.aclose)
         self.monitors.append(monitor)
 
-    def watches(self) -> list[Coroutine[Any, Any, object]]:
+    def watches(self) -> list[Coroutine[object, object, object]]:
         """Return a coroutine for each served model, which fails if the model stays away."""
         return [monitor.run() for monitor in self.monitors]
 

@@ -73,7 +73,7 @@ class RunStore:
         restart = functools.partial(ray.kill, actor, no_restart=False)
         self._watch = StoreWatch(self.client.lease_s, restart, logger.warning)
 
-    def watches(self) -> list[Coroutine[Any, Any, object]]:
+    def watches(self) -> list[Coroutine[object, object, object]]:
         """Return a coroutine that restarts the run's own store while it does not respond, and fails if the
         user's does not."""
         return [self._watch.run()]

@@ -204,13 +204,13 @@ class Teacher:
         return dict(zip(texts, tokens, strict=True))
 
     async def _send(
-        self, method: str, items: list[Any], lengths: Sequence[int], *arguments: Any
+        self, method: str, items: list[Any], lengths: Sequence[int], *arguments: object
     ) -> list[Any]:
         """Have the replicas answer for items, which are divided among them by their lengths."""
 
-        async def ask(part: range) -> list[Any]:
+        async def ask(part: range) -> list[object]:
             sent = items[part.start : part.stop]
-            answers: list[Any] = await self.service.ask(method, f"{len(sent)} rows", sent, *arguments)
+            answers: list[object] = await self.service.ask(method, f"{len(sent)} rows", sent, *arguments)
             return answers
 
         async with task_group() as tasks:

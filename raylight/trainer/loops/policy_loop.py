@@ -357,7 +357,7 @@ class PolicyLoop(StepLoop):
             "opponents": {} if self._opponents is None else self._opponents.pool.state_dict(),
         }
 
-    async def _until_failure(self, work: Awaitable[T], *others: Awaitable[Any]) -> T:
+    async def _until_failure(self, work: Awaitable[T], *others: Awaitable[object]) -> T:
         """Await work that may never end if a publication, or the learners, have failed.
 
         Args:

@@ -16,7 +16,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Coroutine, Iterator
-from typing import Any, TypeVar
+from typing import TypeVar
 
 T = TypeVar("T")
 
@@ -33,7 +33,7 @@ is raised in a destructor."""
 
 
 def run_blocking(
-    work: Coroutine[Any, Any, T],
+    work: Coroutine[object, object, T],
     watch: Callable[[Callable[[BaseException], None]], None] | None = None,
     stop: Callable[[], None] | None = None,
 ) -> T:
@@ -130,7 +130,7 @@ class _InterruptHandler:
     def __init__(self) -> None:
         self._raised_at = -math.inf
 
-    def __call__(self, number: int, frame: Any) -> None:
+    def __call__(self, number: int, frame: object) -> None:
         if time.monotonic() < self._raised_at + INTERRUPT_AGAIN_S:
             logger.warning("interrupted already; the run stops its components, please wait")
             return

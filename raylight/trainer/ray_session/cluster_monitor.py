@@ -17,7 +17,7 @@ import threading
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import ray
 import ray._private.worker as ray_worker
@@ -260,7 +260,7 @@ def drop_if_lost(stack: contextlib.AsyncExitStack) -> None:
         stack.pop_all()
 
 
-def until_lost(work: Coroutine[Any, Any, T], remedy: str) -> Coroutine[Any, Any, T]:
+def until_lost(work: Coroutine[object, object, T], remedy: str) -> Coroutine[object, object, T]:
     """Return the work of a run that is cancelled, and raises, if the cluster is lost meanwhile.
 
     Args:
@@ -272,7 +272,7 @@ def until_lost(work: Coroutine[Any, Any, T], remedy: str) -> Coroutine[Any, Any,
     return work if _current is None else _until_lost(_current, work, remedy)
 
 
-async def _until_lost(monitor: ClusterMonitor, work: Coroutine[Any, Any, T], remedy: str) -> T:
+async def _until_lost(monitor: ClusterMonitor, work: Coroutine[object, object, T], remedy: str) -> T:
     loop, lost = asyncio.get_running_loop(), asyncio.Event()
     monitor.on_loss(lambda: loop.is_closed() or loop.call_soon_threadsafe(lost.set))
     working, losing = asyncio.ensure_future(work), asyncio.ensure_future(lost.wait())

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Awaitable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Self, cast
+from typing import Self, cast
 
 from raylight._utils.agent_threads import AgentThreads
 from raylight.agent.resources import LLM
@@ -46,8 +46,8 @@ class CustomRun(RunSpec[RolloutSettings, RolloutComponents, Report]):
 
     algorithm: Algorithm
     inputs: Inputs
-    train: Any
-    val: Any
+    train: object
+    val: object
     resume_file: Path | None
 
     @classmethod

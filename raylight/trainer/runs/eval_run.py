@@ -8,7 +8,7 @@ import time
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Self
+from typing import Self
 
 from pydantic import Field, field_validator
 
@@ -77,7 +77,7 @@ class EvalRun(RunSpec[ServedSettings, RolloutComponents, ProgressReporter]):
 
     chosen: EvalSettings
     agent: LitAgent
-    tasks: list[Any]
+    tasks: list[object]
 
     @classmethod
     def plan(

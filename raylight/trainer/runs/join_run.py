@@ -114,7 +114,7 @@ class RemoteRunnerProcess:
             display.note("all runners have executed max_rollouts rollouts")
         return {"run": self._run_name, "runners_lost": pool.lost, "runners_replaced": pool.replaced}
 
-    async def _work_until_end(self, rendezvous: Any, pool: JoinedPool, display: Display) -> bool:
+    async def _work_until_end(self, rendezvous: object, pool: JoinedPool, display: Display) -> bool:
         """Return True when the run has ended, False when all runners have executed `max_rollouts`."""
         ending = asyncio.ensure_future(_end_of(rendezvous))
         working = asyncio.ensure_future(self._work(rendezvous, pool, display))

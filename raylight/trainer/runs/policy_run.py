@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Self
+from typing import Self
 
 from raylight._utils.bounds import ENDLESS
 from raylight._utils.broken_packages import check_packages
@@ -75,7 +75,7 @@ class ServedTrainingRun(TrainingRun[TrainedSettings, PolicyComponents]):
                 del content["output_dir"]
         return content
 
-    def summary(self, loop: Any, report: Report, counts: dict[str, int]) -> JsonObject:
+    def summary(self, loop: object, report: Report, counts: dict[str, int]) -> JsonObject:
         return report.finish(counts)
 
 
@@ -83,7 +83,7 @@ class ServedTrainingRun(TrainingRun[TrainedSettings, PolicyComponents]):
 class PolicyRun(ServedTrainingRun):
     """A run that trains a policy on the rollouts of an agent."""
 
-    val_tasks: list[Any]
+    val_tasks: list[object]
 
     @classmethod
     def plan(

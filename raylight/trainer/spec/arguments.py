@@ -54,7 +54,7 @@ class GivenSettings:
     resources: NamedResources
     components: dict[str, object]
     """Components as they were specified, by the name of the argument."""
-    process: dict[str, Any]
+    process: dict[str, object]
     """Values of `PROCESS_ARGUMENTS`."""
 
 
@@ -96,7 +96,7 @@ def parse_hooks(hooks: Any) -> tuple[Hook, ...]:
         HookError: a hook has a method that no runner would call.
     """
     several = isinstance(hooks, Iterable) and not isinstance(hooks, type | str | Mapping | Hook)
-    specs: tuple[Any, ...] = tuple(hooks) if several else () if hooks is None else (hooks,)
+    specs: tuple[object, ...] = tuple(hooks) if several else () if hooks is None else (hooks,)
     built = tuple(build_component(spec, object, "hooks") for spec in specs)
     HookDispatcher(built)
     return cast("tuple[Hook, ...]", built)

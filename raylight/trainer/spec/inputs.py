@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 from raylight._utils.bounds import MAX_ROLLOUTS
 from raylight._utils.broken_packages import check_packages
@@ -35,13 +34,13 @@ class Inputs:
     """The agent and the datasets of a run."""
 
     agent: LitAgent
-    train: Any
-    val: Any
-    agent_spec: Any = None
+    train: object
+    val: object
+    agent_spec: object = None
     """The agent as it was specified, for config.yaml."""
 
 
-def is_agent(value: Any) -> bool:
+def is_agent(value: object) -> bool:
     """Return True for an agent or a specification of one, False for a dataset."""
     if isinstance(value, type):
         return issubclass(value, LitAgent)
@@ -52,7 +51,7 @@ def is_agent(value: Any) -> bool:
     )
 
 
-def as_agent(spec: Any) -> LitAgent:
+def as_agent(spec: object) -> LitAgent:
     """Return the agent that `spec` specifies; a plain function is decorated with @rollout.
 
     Args:
@@ -146,19 +145,19 @@ def _gguf_file(path: str) -> str | None:
     return os.path.join(path, files[0]) if files and not has_others else None
 
 
-class SourcedTasks(list[Any]):
+class SourcedTasks(list[object]):
     """Tasks of several sources.
 
     Attributes:
         sources: name of the source of each.
     """
 
-    def __init__(self, parts: list[tuple[str | None, Any]]) -> None:
+    def __init__(self, parts: list[tuple[str | None, object]]) -> None:
         super().__init__(task for _, task in parts)
         self.sources = [source for source, _ in parts]
 
 
-def as_train_set(dataset: Any) -> TaskSet:
+def as_train_set(dataset: object) -> TaskSet:
     """Return the training dataset as a set of tasks.
 
     Raises:
@@ -173,7 +172,7 @@ def as_train_set(dataset: Any) -> TaskSet:
     return tasks
 
 
-def as_tasks(dataset: Any, name: str, required: bool) -> list[Any]:
+def as_tasks(dataset: object, name: str, required: bool) -> list[object]:
     """Return a dataset as a list of tasks; several sources as `SourcedTasks`.
 
     Args:
@@ -188,12 +187,12 @@ def as_tasks(dataset: Any, name: str, required: bool) -> list[Any]:
             raise DatasetError(f"{name} is missing; pass a list of tasks")
         return []
     found = as_task_set(dataset, name)
-    tasks: list[Any] = list(found.tasks) if isinstance(found, ShuffledTasks) else SourcedTasks(found.parts())
+    tasks = list(found.tasks) if isinstance(found, ShuffledTasks) else SourcedTasks(found.parts())
     _check_tasks(tasks[:MAX_CHECKED], name)
     return tasks
 
 
-def _check_tasks(tasks: list[Any], name: str) -> None:
+def _check_tasks(tasks: list[object], name: str) -> None:
     """Raise a DatasetError if a task cannot be stored."""
     for index, task in enumerate(tasks):
         try:

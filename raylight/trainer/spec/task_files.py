@@ -54,7 +54,7 @@ def read_tasks(path: str | Path, limit: int | None = None) -> FileTasks:
     return FileTasks(tasks, str(path) if limit is None else None)
 
 
-def _tasks(path: Path) -> Iterator[Any]:
+def _tasks(path: Path) -> Iterator[object]:
     if path.suffix == ".parquet":
         return _parquet_rows(path)
     return _json_entries(path) if path.suffix == ".json" else _json_lines(path)
@@ -96,7 +96,7 @@ def _parquet_rows(path: Path) -> Iterator[object]:
         raise DatasetError(f"{path} is not a valid Parquet file of tasks: {error}") from None
 
 
-def _parse(text: str, source: str) -> Any:
+def _parse(text: str, source: str) -> object:
     try:
         return json.loads(text)
     except (ValueError, RecursionError) as error:

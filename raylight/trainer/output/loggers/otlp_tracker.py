@@ -19,7 +19,7 @@ class OtlpTracker(Tracker):
     `headers` and `timeout`, are passed to `OTLPMetricExporter`.
     """
 
-    def start(self, config: dict[str, Any]) -> None:
+    def start(self, config: dict[str, object]) -> None:
         from opentelemetry.exporter.otlp.proto.http.metric_exporter import OTLPMetricExporter
         from opentelemetry.sdk.metrics import MeterProvider
         from opentelemetry.sdk.metrics.export import InMemoryMetricReader

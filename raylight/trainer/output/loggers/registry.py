@@ -5,7 +5,6 @@ from __future__ import annotations
 import difflib
 import importlib.util
 from collections.abc import Iterable
-from typing import Any
 
 from raylight.components import import_dotted_name
 from raylight.errors import ConfigError
@@ -50,7 +49,7 @@ def is_installed(tracker: str) -> bool:
     return importlib.util.find_spec(TRACKERS[tracker][0]) is not None
 
 
-def _find(entry: object) -> Any:
+def _find(entry: object) -> object:
     if isinstance(entry, dict) and isinstance(entry.get("type"), str):
         return entry | {"type": _find(entry["type"])}
     if not isinstance(entry, str):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import html
-from typing import Any
 
 import yaml
 
@@ -47,7 +46,7 @@ class TensorboardTracker(Tracker):
         self._writer.close()
 
 
-def _cell(value: Any) -> str:
+def _cell(value: object) -> str:
     """Return a value as a cell of a table in Markdown."""
     text = "" if value is None else html.escape(str(value), quote=False)
     return text.replace("|", "\\|").replace("\n", "<br>")

@@ -109,7 +109,7 @@ class TrackerThread:
 
     def __init__(self, tracker: Tracker) -> None:
         self._tracker = tracker
-        self._calls: queue.SimpleQueue[tuple[str, tuple[Any, ...]] | None] = queue.SimpleQueue()
+        self._calls: queue.SimpleQueue[tuple[str, tuple[object, ...]] | None] = queue.SimpleQueue()
         self._failures: queue.SimpleQueue[TrackerError] = queue.SimpleQueue()
         self._rows = self._recorded = 0
         self._started = False
@@ -167,7 +167,7 @@ class TrackerThread:
             'logger "jsonl"'
         )
 
-    def _call(self, method: str, *args: Any) -> None:
+    def _call(self, method: str, *args: object) -> None:
         if self._calls.qsize() < MAX_WAITING:
             self._calls.put((method, args))
         self._raise_failure()
