@@ -37,6 +37,7 @@ with warnings.catch_warnings(), kept_root_logger():
     from verl.utils.fsdp_utils import get_init_weight_context_manager
     from verl.utils.metric import Metric
     from verl.utils.py_functional import append_to_dict
+    from verl.utils.tokenizer import hf_tokenizer
     from verl.utils.torch_functional import masked_mean, masked_whiten
     from verl.utils.ulysses import (
         gather_heads_scatter_seq,

@@ -134,6 +134,8 @@ def _build(
         config,
         model_config=verl.HFModelConfig(
             path=model_path,
+            load_tokenizer=False,  # with it, verl loads a processor too, which nothing reads
+            tokenizer=verl.hf_tokenizer(model_path),
             model_type="value_model" if reads_text_alone else "language_model",
             use_remove_padding=config.packed,
             override_config={

@@ -140,9 +140,10 @@ def _write_model(engine: RaylightEngine, folder: str, adapter: dict[str, torch.T
         rest = _other_tensors(str(settings.local_path), WeightSource(module, torch.float32))
     if _is_rank_0():
         _write_config(model, folder, settings.local_path if is_part else None)
-        settings.get_processor().save_pretrained(folder)
-        for file in Path(str(settings.local_path)).glob("*processor_config.json"):
-            shutil.copy(file, folder)
+        settings.tokenizer.save_pretrained(folder)
+        for own in ("*processor_config.json", "chat_template.json"):  # which no tokenizer writes
+            for file in Path(str(settings.local_path)).glob(own):
+                shutil.copy(file, folder)
     _write_tensors(WeightSource(module, torch.float32, tied=False, adapter=adapter), folder, rest)
     if hasattr(module, "peft_config"):
         if adapter is None:
