@@ -47,7 +47,7 @@ lowest:
 ci:
     .ci/run
 
-# regenerate constraints.txt from the active environment
+# regenerate constraints.txt with today's versions, for both Pythons (`pip install uv`)
 constraints:
-    (sed '/^[^#]/,$d' constraints.txt; pip freeze --exclude-editable | sed -E '/^raylight[ =@]/d; s/\+[a-z0-9]+$//') > constraints.new
+    (grep '^#' constraints.txt; uv pip compile --quiet --universal --python-version 3.11 --no-annotate --no-header pyproject.toml --extra frameworks --extra lint) > constraints.new
     mv constraints.new constraints.txt
