@@ -26,6 +26,40 @@ OLD_VALUES = {
 }
 """Values until version 0.2, by class, setting and old value; they are read until 1.0."""
 
+PEERS_NAMES = {
+    "adv_estimator": ("advantage_estimator",),
+    "clip_ratio_high": ("epsilon_high", "eps_clip_high", "ratio_clip_max"),
+    "clip_ratio_low": ("epsilon", "eps_clip", "ratio_clip_min"),
+    "grad_clip": ("max_grad_norm",),
+    "group_size": (
+        "n",
+        "n_samples",
+        "n_samples_per_prompt",
+        "num_generations",
+        "num_generations_per_prompt",
+        "rollouts_per_example",
+    ),
+    "kl_coef": ("beta", "kl_loss_coef", "reference_policy_kl_penalty"),
+    "lam": ("gae_lambda", "lambd"),
+    "loss_agg_mode": ("loss_reduction", "loss_type"),
+    "lr": ("learning_rate",),
+    "lr_warmup_steps": ("warmup_steps",),
+    "max_staleness": (
+        "max_async_level",
+        "max_head_offpolicyness",
+        "max_off_policy_steps",
+        "max_staleness_steps",
+    ),
+    "n_epochs": ("epochs", "max_num_epochs", "num_train_epochs", "total_epochs", "total_train_epochs"),
+    "n_steps": ("max_num_steps", "max_steps", "num_rollout", "total_steps", "total_training_steps"),
+    "norm_adv_by_std": ("norm_adv_by_std_in_grpo", "scale_rewards"),
+    "ppo_epochs": ("num_iterations",),
+    "tasks_per_step": ("batch_size", "num_prompts_per_step", "rollout_batch_size", "train_batch_size"),
+    "val_every": ("eval_interval", "eval_steps", "test_freq", "val_period"),
+}
+"""Names that verl, TRL, SkyRL, slime, prime-rl, AReaL and NeMo-RL have for settings, by raylight's name. An
+error about an unknown setting translates them."""
+
 
 class Config(BaseModel):
     """Base class of all settings: frozen after creation; unknown keys are rejected; numbers are finite and
@@ -100,7 +134,8 @@ def validation_message(cls: type[BaseModel], error: ValidationError) -> str:
             phrases.append(str(cause))
         elif item["type"] in ("extra_forbidden", "unexpected_keyword_argument"):
             names = {*cls.model_fields, *getattr(cls, "flat_keys", tuple)()}
-            known = difflib.get_close_matches(name, names, n=3, cutoff=0.5) or sorted(names)
+            known = [own for own, others in PEERS_NAMES.items() if name in others and own in names]
+            known = known or difflib.get_close_matches(name, names, n=3, cutoff=0.5) or sorted(names)
             phrases.append(f"{cls.__name__} has no setting {name!r}; it has: {', '.join(known)}")
         else:
             place = ".".join(part for part in (cls.__name__, name) if part)
