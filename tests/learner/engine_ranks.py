@@ -20,9 +20,20 @@ VARIANTS = {
     "lora": LORA,
     "ulysses": {"packed": True, "ulysses": 2},
     "ulysses-split": {"packed": True, "ulysses": 2, "max_tokens_per_micro_batch": 9},
+    "scaled": {},
+    "critic": LORA,
+    "critic-scaled": {},
 }
-QUICK = ("tight", "tight-no-sync", "replicated", "lora", "ulysses-split")
+QUICK = ("tight", "lora", "ulysses-split", "critic")
 MOVED = ("padded", "packed", "tight")
+SCALED, GAE = {"loss_agg_mode": "seq-mean-token-sum-norm"}, {"adv_estimator": "gae"}
+CRITIC = {"lr": 1e-3, "mini_batches": 2}
+OTHER_SETTINGS = {
+    "scaled": SCALED,
+    "critic": GAE | {"critic": CriticSettings(**CRITIC)},
+    "critic-scaled": GAE | {"critic": CriticSettings(**CRITIC | SCALED)},
+}
+"""Settings of the algorithm in which variants differ from SETTINGS."""
 SETTINGS = {"lr": 1e-3, "max_logprob_mismatch": 1e-3, "kl_coef": 0.01}
 
 
@@ -39,27 +50,20 @@ def update(config: dict, batch, **settings) -> dict[str, float]:
 
 
 def all_updates(variants: Set[str]) -> dict[str, dict[str, float]]:
-    """Return the results of the updates of these variants, and of those that no setting of ranks concerns."""
+    """Return the results of the updates of these variants."""
     from transformers import AutoModelForCausalLM
 
     plain = AutoModelForCausalLM.from_pretrained(STARTER_MODEL)
     with torch.no_grad():
         exact = [logprobs.tolist() for logprobs in plain_logprobs(plain)]
     batch = make_batch(exact)
-    found = {name: update(VARIANTS[name], batch) for name in variants}
-    found["scaled"] = update({}, batch, loss_agg_mode="seq-mean-token-sum-norm")
-    for name, config, mode in (
-        ("critic", LORA, "token-mean"),
-        ("critic-scaled", {}, "seq-mean-token-sum-norm"),
-    ):
-        critic = CriticSettings(lr=1e-3, mini_batches=2, loss_agg_mode=mode)
-        found[name] = update(config, batch, adv_estimator="gae", critic=critic)
+    found = {name: update(VARIANTS[name], batch, **OTHER_SETTINGS.get(name, {})) for name in variants}
     # the old policy differs from the new one, more in short rows
     moved = make_batch([[value - 0.7 / len(row) for value in row] for row in exact])
     for name in variants & set(MOVED):
         config, critic = VARIANTS[name], CriticSettings(lr=1e-3, ppo_epochs=2, cliprange_value=1e-4)
         differs = {"bypass_mode": True, "max_logprob_mismatch": 50.0}
-        found[f"moved-{name}"] = update(config, moved, adv_estimator="gae", critic=critic, **differs)
+        found[f"moved-{name}"] = update(config, moved, critic=critic, **GAE, **differs)
     return found
 
 

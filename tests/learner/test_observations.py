@@ -18,6 +18,8 @@ PARTS = [("prompt", 5), ("sampled", 2), ("observed", 3), ("sampled", 1), ("obser
 REWARDS = [1.0, 0.0, 0.25, 1.0]
 COEF, TEMPERATURE = 0.3, 0.7
 
+pytestmark = pytest.mark.usefixtures("one_rank")
+
 
 def make_rows(masks_first: bool = False) -> list[Trajectory]:
     """Rows of three responses, the first of which is not trained with `masks_first`, as if it were stale."""
@@ -82,7 +84,8 @@ def update(
     ],
 )
 def test_the_loss_of_observations_equals_plain_torch(ranks, learner, settings) -> None:
-    found = run_ranks(update, ranks, learner, settings | {"observation_coef": COEF})[0]
+    given = learner, settings | {"observation_coef": COEF}
+    found = update(0, 1, *given) if ranks == 1 else run_ranks(update, ranks, *given)[0]
     cross_entropy, norm, _ = plain_step(COEF)
     assert found["learner/observation_loss"] == pytest.approx(cross_entropy, rel=1e-5)
     if not settings:  # the loss of a row is not the mean over its tokens
@@ -91,7 +94,7 @@ def test_the_loss_of_observations_equals_plain_torch(ranks, learner, settings) -
 
 def test_observations_before_the_first_trained_response_are_learned() -> None:
     learner, settings = {"max_tokens_per_micro_batch": 40}, {"observation_coef": COEF}
-    found = run_ranks(update, 1, learner, settings, True)[0]
+    found = update(0, 1, learner, settings, True)
     cross_entropy, norm, _ = plain_step(COEF, masks_first=True)
     assert found["learner/observation_loss"] == pytest.approx(cross_entropy, rel=1e-5)
     assert found["learner/grad_norm"] == pytest.approx(norm, rel=1e-5)
@@ -99,8 +102,8 @@ def test_observations_before_the_first_trained_response_are_learned() -> None:
 
 def test_without_a_weight_nothing_changes() -> None:
     learner = {"max_tokens_per_micro_batch": 1024}
-    found = run_ranks(update, 1, learner, {})[0]
-    weighted = run_ranks(update, 1, learner, {"observation_coef": COEF})[0]
+    found = update(0, 1, learner, {})
+    weighted = update(0, 1, learner, {"observation_coef": COEF})
     assert "learner/observation_loss" not in found
     assert found["learner/grad_norm"] == pytest.approx(plain_step(0.0)[1], rel=1e-5)
     same = ("learner/pg_loss", "learner/entropy", "learner/logprob_diff_mean", "logprobs")
