@@ -91,7 +91,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     # a deadline per example fails on a busy machine; pytest-timeout bounds the whole test
     by_chance = config.getoption("--shuffle") or config.getoption("--slow-part")
-    examples = 100 if by_chance else 40  # equal ones in each run
+    examples = 100 if by_chance else 20  # equal ones in each run
     hypothesis.settings.register_profile(
         "raylight", deadline=None, derandomize=not by_chance, max_examples=examples
     )

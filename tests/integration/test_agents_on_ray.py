@@ -3,6 +3,7 @@ durable store."""
 
 import asyncio
 import json
+import os
 import sqlite3
 from collections import Counter
 from collections.abc import Iterator
@@ -66,42 +67,29 @@ def run_tasks(
     return algorithm
 
 
+GRADED, RAISES, KILLS = 6, 7, 8
+"""The first task that a hook grades, the one that raises an error, and the one that kills its runner."""
+
+
 class EmittingAgent(rl.LitAgent):
     """Agent that records its mode in spans, emits two rewards and returns none."""
 
     async def training_rollout_async(
         self, task: Any, resources: rl.NamedResources, rollout: rl.Rollout
     ) -> None:
+        if task == RAISES:
+            raise ValueError("odd")
+        if task == KILLS:
+            os._exit(1)
         with rl.operation(name="think"):
-            await asyncio.sleep(0.001)
+            await asyncio.sleep(0.1)
         rl.emit_message(f"train {task} with {resources['llm'].model}")
-        rl.emit_reward({"good": task / 10, "short": 1.0}, primary_key="good")
+        if task < GRADED:
+            rl.emit_reward({"good": task / 10, "short": 1.0}, primary_key="good")
 
     def validation_rollout(self, task: Any, resources: rl.NamedResources, rollout: rl.Rollout) -> float:
         rl.emit_object({"val": task})
         return 0.5
-
-
-def test_modes_emitters_and_rewards(tmp_path: Path) -> None:
-    done = run_tasks(EmittingAgent(), list(range(6)), tmp_path, val=[1])
-    by_task = {(item.rollout.mode, item.rollout.input): item for item in done.results}
-    assert all(item.rollout.status == "succeeded" for item in done.results)
-    for task in range(6):
-        item = by_task["train", task]
-        assert item.reward == task / 10
-        assert rl.traces.get_rewards_from_span(rl.find_reward_spans(item.spans)[-1])[1].name == "short"
-        assert item.spans[0].name == "agentlightning.operation"
-    assert by_task["val", 1].reward == 0.5
-    assert rl.get_object_value(by_task["val", 1].spans[0]) == {"val": 1}
-    executed = Counter(item.rollout.attempt.worker_id.split("/")[1] for item in done.results)
-    assert (sorted(executed), sorted(executed.values())) == (["runner-0", "runner-1"], [3, 4])
-    assert all(
-        worker.heartbeat_stats["memory_bytes"] > 1e6 for worker in done.workers if worker.heartbeat_stats
-    )
-    summary = json.loads((tmp_path / "summary.json").read_text())
-    assert summary["by_status"] == {"succeeded": 7}
-    with sqlite3.connect(tmp_path / "store.db") as db:  # acknowledged data is on disk
-        assert db.execute("SELECT COUNT(*) FROM rollouts WHERE status = 'succeeded'").fetchone() == (7,)
 
 
 class GradingHook(rl.Hook):
@@ -110,46 +98,61 @@ class GradingHook(rl.Hook):
 
     async def on_rollout_end(self, *, rollout: rl.Rollout) -> None:
         await asyncio.sleep(0)
-        rl.emit_reward(0.25)
+        if rollout.mode == "train" and rollout.input >= GRADED:
+            rl.emit_reward(0.25)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("run")
+
+
+@pytest.fixture(scope="module")
+def done(folder: Path) -> RunTasks:
+    """Run the agent under two hooks."""
+    settings = {
+        "hooks": [GradingHook(), rl.LoggingHook()],
+        "config": rl.RolloutConfig(infrastructure_retries=1),
+    }
+    return run_tasks(EmittingAgent(), list(range(12)), folder, val=[1], **settings)
+
+
+def test_modes_emitters_and_rewards(done: RunTasks, folder: Path) -> None:
+    by_task = {(item.rollout.mode, item.rollout.input): item for item in done.results}
+    for task in range(GRADED):
+        item = by_task["train", task]
+        assert item.reward == task / 10
+        assert rl.traces.get_rewards_from_span(rl.find_reward_spans(item.spans)[-1])[1].name == "short"
+        assert item.spans[0].name == "agentlightning.operation"
+    assert by_task["val", 1].reward == 0.5
+    assert rl.get_object_value(by_task["val", 1].spans[0]) == {"val": 1}
+    assert len({item.rollout.attempt.worker_id for item in done.results}) >= 2
+    assert all(
+        worker.heartbeat_stats["memory_bytes"] > 1e6 for worker in done.workers if worker.heartbeat_stats
+    )
+    summary = json.loads((folder / "summary.json").read_text())
+    assert summary["by_status"] == {"succeeded": 11, "failed": 2}
+    with sqlite3.connect(folder / "store.db") as db:  # acknowledged data is on disk
+        assert db.execute("SELECT COUNT(*) FROM rollouts WHERE status = 'succeeded'").fetchone() == (11,)
+
+
+def test_hooks_set_rewards_before_success_and_run_after_failures(done: RunTasks) -> None:
+    graded, failed = done.results[GRADED], done.results[RAISES]
+    assert (graded.rollout.status, graded.reward) == ("succeeded", 0.25)
+    assert failed.rollout.status == "failed"
+    assert failed.rollout.attempt.failure.error == "ValueError: odd"  # type: ignore[union-attr]
+    assert [rl.find_final_reward(item.spans) for item in (graded, failed)] == [0.25, 0.25]
+
+
+def test_an_agent_that_kills_its_runner_costs_only_itself(done: RunTasks) -> None:
+    failed = {item.rollout.input for item in done.results if item.rollout.status == "failed"}
+    assert failed == {RAISES, KILLS}
 
 
 @rl.rollout
 def failing_on_odd(task: int) -> None:
     if task % 2:
         raise ValueError("odd")
-
-
-@pytest.fixture(scope="module")
-def unruly(tmp_path_factory: pytest.TempPathFactory) -> RunTasks:
-    """Run, under two hooks, an agent that raises an error for task 1 and kills its runner for task 3."""
-
-    @rl.rollout
-    async def raises_or_kills(task: int) -> None:
-        import os
-
-        if task == 1:
-            raise ValueError("odd")
-        if task == 3:
-            os._exit(1)
-        await asyncio.sleep(0.1)
-
-    folder = tmp_path_factory.mktemp("unruly")
-    return run_tasks(raises_or_kills, list(range(12)), folder, hooks=[GradingHook(), rl.LoggingHook()])
-
-
-def test_hooks_set_rewards_before_success_and_run_after_failures(unruly: RunTasks) -> None:
-    even, odd = unruly.results[:2]
-    assert (even.rollout.status, even.reward) == ("succeeded", 0.25)
-    assert odd.rollout.status == "failed"
-    assert odd.rollout.attempt is not None
-    assert odd.rollout.attempt.failure is not None
-    assert odd.rollout.attempt.failure.error == "ValueError: odd"
-    assert [rl.find_final_reward(item.spans) for item in (even, odd)] == [0.25, 0.25]
-
-
-def test_an_agent_that_kills_its_runner_costs_only_itself(unruly: RunTasks) -> None:
-    assert {item.rollout.input for item in unruly.results if item.rollout.status == "failed"} == {1, 3}
-    assert Counter(item.rollout.status for item in unruly.results) == {"succeeded": 10, "failed": 2}
 
 
 @rl.rollout
@@ -185,7 +188,6 @@ def test_an_agent_that_blocks_the_event_loop_costs_its_runner_but_no_other_rollo
 
     @rl.rollout
     async def blocks_once(task: int) -> float:
-        import os
         import threading
 
         if task == 0:

@@ -92,9 +92,8 @@ def test_rows_without_a_teachers_distributions_are_an_error():
         update(settings_of("js", 5))
 
 
-@pytest.mark.parametrize(
-    ("kind", "top_k"), [("js", None), pytest.param("reverse_kl", 5, marks=pytest.mark.slow)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("kind", "top_k"), [("js", None), ("reverse_kl", 5)])
 def test_two_ranks_compute_the_same(kind, top_k, teacher):
     loss, wanted = plain_update(kind, top_k, teacher)
     results = run_ranks(main, 2, kind, top_k, teacher)

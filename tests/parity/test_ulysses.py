@@ -10,7 +10,8 @@ from transformers import AutoModelForCausalLM
 from raylight.quickstart import STARTER_MODEL
 
 
-@pytest.mark.parametrize("micro_batch", [9, pytest.param(16384, marks=pytest.mark.slow)])
+@pytest.mark.slow("`test_ranks_and_packing_do_not_change_the_update` shows it")
+@pytest.mark.parametrize("micro_batch", [9, 16384])
 def test_ranks_that_share_each_row_compute_as_plain_torch(micro_batch: int) -> None:
     """The second update has the weights of the first one."""
     config = {"packed": True, "ulysses": 2, "max_tokens_per_micro_batch": micro_batch}

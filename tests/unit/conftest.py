@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ from podman_image import podman_image
 from tiny_qwen import build_tiny_qwen
 
 __all__ = ["podman_image"]
+ENGINE: Any = {"slots": 16, "max_waiting": 100, "max_model_len": 1024, "dtype": "float32", "seed": 0}
 
 
 def build_model(folder: Path, *, tie: bool) -> str:
@@ -32,24 +34,23 @@ def make_engine(tied_model: str) -> Iterator[Callable[..., Any]]:
     """Start engines that are closed when the test ends."""
     from raylight.engines.transformers.engine import TransformersEngine
 
-    started = []
+    with contextlib.ExitStack() as started:
 
-    def start(path: str = tied_model, **settings: Any) -> TransformersEngine:
-        defaults = {
-            "dtype": "float32",
-            "slots": 16,
-            "max_waiting": 100,
-            "max_model_len": 1024,
-            "seed": 0,
-            "device": "cpu",
-        }
-        engine = TransformersEngine(path, "policy", **defaults | settings)
-        started.append(engine)
-        return engine
+        def start(path: str = tied_model, **settings: Any) -> TransformersEngine:
+            engine = TransformersEngine(path, "policy", **ENGINE | settings)
+            started.callback(engine.close)
+            return engine
 
-    yield start
-    for engine in started:
-        engine.close()
+        yield start
+
+
+@pytest.fixture(scope="session")
+def idle_engine(tied_model: str) -> Iterator[Any]:
+    """Engine for requests that it refuses, which tests must leave unchanged."""
+    from raylight.engines.transformers.engine import TransformersEngine
+
+    with contextlib.closing(TransformersEngine(tied_model, "policy", **ENGINE)) as engine:
+        yield engine
 
 
 @pytest.fixture

@@ -224,18 +224,16 @@ def spoil(adapter: LoraAdapter, how: str) -> LoraAdapter:
 @pytest.mark.parametrize(
     "how", ["missing", "unknown", "another shape", "no such layer", "dora", "bias", "another type"]
 )
-@pytest.mark.parametrize("first", [True, False], ids=["first", "second"])
 async def test_an_adapter_that_does_not_fit_is_refused_and_the_old_one_stays(
-    make_engine: MakeEngine, tied_model: str, plain: Any, how: str, first: bool
+    make_engine: MakeEngine, tied_model: str, plain: Any, how: str
 ) -> None:
     adapter, module = make_adapter(tied_model, 1)
-    engine = make_engine()
-    if not first:
-        await engine.load_adapter("one", 1, adapter)
-    with pytest.raises(WeightSyncError, match="does not fit"):
-        await engine.load_adapter("one", 2, spoil(adapter, how))
-    await check_greedy(engine, plain, [1, 2, 3])
-    if first:
-        assert engine.adapters == []
-        await engine.load_adapter("one", 2, adapter)
+    engine, loaded = make_engine(), []
+    for version in (1, 2):
+        with pytest.raises(WeightSyncError, match="does not fit"):
+            await engine.load_adapter("one", version, spoil(adapter, how))
+        await check_greedy(engine, plain, [1, 2, 3])
+        assert engine.adapters == loaded
+        await engine.load_adapter("one", version, adapter)
+        loaded = ["one"]
     await check_greedy(engine, module, [1, 2, 3], "one")

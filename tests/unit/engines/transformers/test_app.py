@@ -254,10 +254,10 @@ NAMED = {"type": "function", "function": {"name": "nowhere"}}
     ],
 )
 async def test_what_it_does_not_support_is_refused_by_name(
-    make_engine: MakeEngine, wrong: dict[str, Any], named: str
+    idle_engine: Any, wrong: dict[str, Any], named: str
 ) -> None:
     with pytest.raises(RequestError, match=f"(?s){named}") as caught:
-        await begin_chat(make_engine(), {"model": "policy", "messages": HI, **wrong})
+        await begin_chat(idle_engine, {"model": "policy", "messages": HI, **wrong})
     assert caught.value.status == 400
 
 
@@ -286,19 +286,19 @@ async def test_refusals_have_openais_shape(make_engine: MakeEngine) -> None:
     "body", [b"", b"{", b"[" * 100_000, b"null", b"[]", b'{"model": "\\ud800"}', b'{"\\udcff": 1}', b"\xff"]
 )
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions", "/tokenize", "/detokenize"])
-async def test_a_body_that_is_no_request_is_refused(make_engine: MakeEngine, path: str, body: bytes) -> None:
-    answer = await post(make_engine(), path, body)
+async def test_a_body_that_is_no_request_is_refused(idle_engine: Any, path: str, body: bytes) -> None:
+    answer = await post(idle_engine, path, body)
     assert answer.status_code in (400, 404)
     assert answer.json()["error"]["message"]
 
 
-async def test_text_that_is_no_unicode_is_refused(make_engine: MakeEngine) -> None:
+async def test_text_that_is_no_unicode_is_refused(idle_engine: Any) -> None:
     bad = [{"role": "user", "content": "\udcff"}]
     for path, body in (
         ("/v1/chat/completions", {"messages": bad}),
         ("/v1/completions", {"prompt": "\udcff"}),
     ):
-        answer = await post(make_engine(), path, json.dumps({"model": "policy", **body}).encode())
+        answer = await post(idle_engine, path, json.dumps({"model": "policy", **body}).encode())
         assert answer.status_code == 400
 
 
@@ -368,17 +368,15 @@ HUGE = {
 
 
 @pytest.mark.parametrize("wrong", HUGE.values(), ids=HUGE)
-async def test_a_great_many_problems_are_told_in_short(
-    make_engine: MakeEngine, wrong: dict[str, Any]
-) -> None:
-    answer = await post(make_engine(), "/v1/chat/completions", {"model": "policy", "messages": HI, **wrong})
+async def test_a_great_many_problems_are_told_in_short(idle_engine: Any, wrong: dict[str, Any]) -> None:
+    answer = await post(idle_engine, "/v1/chat/completions", {"model": "policy", "messages": HI, **wrong})
     assert answer.status_code == 400
     assert len(answer.text) < 5_000
 
 
-async def test_the_first_problems_are_named(make_engine: MakeEngine) -> None:
+async def test_the_first_problems_are_named(idle_engine: Any) -> None:
     answer = await post(
-        make_engine(), "/v1/chat/completions", {"model": "policy", "messages": HI, **HUGE["some fields"]}
+        idle_engine, "/v1/chat/completions", {"model": "policy", "messages": HI, **HUGE["some fields"]}
     )
     assert [f"{i}: this field is not supported" in answer.text for i in (0, 9, 10)] == [True, True, False]
     assert "and 990 more" in answer.text
@@ -452,10 +450,10 @@ async def test_streamed_and_whole_completions_agree(make_engine: MakeEngine) -> 
     ],
 )
 async def test_what_completions_do_not_support_is_refused(
-    make_engine: MakeEngine, wrong: dict[str, Any], named: str
+    idle_engine: Any, wrong: dict[str, Any], named: str
 ) -> None:
     with pytest.raises(openai.BadRequestError, match=named):
-        await complete(make_engine(), **wrong)
+        await complete(idle_engine, **wrong)
 
 
 # models and tokens

@@ -13,7 +13,7 @@ from raylight.engines.transformers.sampling import SamplingParams
 SLOTS = 4
 
 
-@pytest.mark.parametrize("updates", [40, pytest.param(500, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("updates", [15, pytest.param(500, marks=pytest.mark.slow)])
 async def test_updates_under_overload_lose_no_request(
     updates: int, make_engine: MakeEngine, untied_model: str
 ) -> None:

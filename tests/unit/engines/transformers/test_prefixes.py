@@ -101,7 +101,9 @@ def new_sequence(tokens: list[int]) -> Sequence:
 
 
 @pytest.mark.parametrize("model", ["tied_model", "sliding_model"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["float32", "float64"])
+@pytest.mark.parametrize(
+    "dtype", [torch.float64, pytest.param(torch.float32, marks=pytest.mark.slow)], ids=str
+)
 @pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.slow("another seed shows it"))])
 @torch.inference_mode()
 def test_logits_equal_those_of_a_fresh_prefill(

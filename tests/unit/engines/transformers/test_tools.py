@@ -198,11 +198,11 @@ HELD: dict[str, dict[str, Any]] = {
             template,
             how,
             id=f"{name}-{how}",
-            marks=[] if how in shown else pytest.mark.slow("the other template shows it"),
+            marks=[] if how in shown else pytest.mark.slow("the others show it"),
         )
         for name, template, shown in [
-            ("optional", THINKING, ("strict", "named", "schema and tools")),
-            ("opened", OPENS_THOUGHT, ("required", "schema")),
+            ("optional", THINKING, ("strict", "schema and tools")),
+            ("opened", OPENS_THOUGHT, ("required",)),
         ]
         for how in HELD
     ],

@@ -58,6 +58,7 @@ def test_the_layers_of_a_text_part_have_the_names_of_the_whole_checkpoint(
     files.close()
 
 
+@pytest.mark.slow
 def test_the_next_process_removes_what_a_killed_one_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     environment = {**os.environ, "TMPDIR": str(tmp_path)}
     done = subprocess.run([sys.executable, "-c", KILLED], env=environment, capture_output=True, text=True)

@@ -11,7 +11,7 @@ import openai
 import pytest
 from dialect_helpers import Say
 from gateway_helpers import KEY, MINE, Replica
-from sdk_clients import CLIENTS, chat, client_params, litellm_of, messages, responses
+from sdk_clients import CLIENTS, chat, client_params, litellm_of, messages
 
 from raylight.http.errors import ContextLengthError, RequestError, UnknownModelError, error_body
 from raylight.serving.capture.attempt_limits import RolloutTruncatedError
@@ -137,8 +137,8 @@ INDEX = {"messages": 1, "LiteLLM openai": 2, "LiteLLM anthropic": 3, "LangChain"
 """Place of a client's class in `Case.clients`; 0 for those that raise OpenAI's."""
 
 
-@pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("stream", [False, pytest.param(True, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("client", client_params(ASK))
 def test_a_client_raises_its_own_class(
     replica: Replica, base: str, client: str, case: str, stream: bool
@@ -157,7 +157,7 @@ def test_a_client_raises_its_own_class(
 
 
 @pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize("ask", [chat, responses, messages])
+@pytest.mark.parametrize("ask", [chat, messages])
 def test_what_passes_is_retried_and_nothing_else(
     replica: Replica, base: str, ask: Callable[..., None], case: str
 ) -> None:

@@ -27,7 +27,7 @@ MODELS = {
 }
 
 
-@pytest.mark.parametrize("model_type", MODELS)
+@pytest.mark.parametrize("model_type", ["bloom", pytest.param("mamba", marks=pytest.mark.slow)])
 def test_a_model_without_the_usual_attention_is_measured(model_type: str, tmp_path: Path) -> None:
     AutoConfig.for_model(model_type, **SMALL | MODELS[model_type]).save_pretrained(tmp_path)
     path = str(tmp_path)

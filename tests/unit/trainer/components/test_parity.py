@@ -103,7 +103,7 @@ PRECISIONS = [(1e-6, 1e-5, 1e-3), (3e-6, 1e-3, 1e-3), (0.05, 0.03, 0.3), (0.05, 
 """Noise of an engine, size of the learner's steps, and the tolerance."""
 
 
-@pytest.mark.parametrize("learner_rounds", [False, True])
+@pytest.mark.parametrize("learner_rounds", [pytest.param(False, marks=pytest.mark.slow), True])
 @pytest.mark.parametrize(("noise", "step", "tolerance"), PRECISIONS)
 def test_an_engine_that_follows_passes_for_ever(
     noise: float, step: float, tolerance: float, learner_rounds: bool

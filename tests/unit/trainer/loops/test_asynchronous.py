@@ -62,7 +62,7 @@ def check(world: World, rows: list[dict]) -> None:
 @pytest.mark.parametrize(
     ("staleness", "stale", "seed"),
     [
-        *[(1, "wait", 0), (2, "drop", 0), (2, "mask", 0), (8, "mask", 0)],
+        *[(1, "wait", 0), (2, "drop", 0), (2, "mask", 0)],
         *(
             pytest.param(staleness, stale, seed, marks=pytest.mark.slow("other ages and seeds show it"))
             for staleness in [1, 2, 8]
@@ -84,11 +84,11 @@ def test_every_group_is_trained_once(staleness: int, stale: str, seed: int, tmp_
 
 
 every_mode = pytest.mark.parametrize(
-    "stale", ["wait", pytest.param("drop", marks=pytest.mark.slow("the other modes show it")), "mask"]
+    "stale", ["mask", *(pytest.param(stale, marks=pytest.mark.slow) for stale in ("wait", "drop"))]
 )
 
 
-@pytest.mark.parametrize("stale", ["wait", "mask"])
+@every_mode
 def test_learners_leave_nodes_that_drain(stale: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(learner_ranks, "remove_placement_group", lambda placement: None)
     world = world_of(tmp_path / "a", 2, 0)
@@ -164,7 +164,7 @@ def test_groups_may_be_sampled_from_the_weights_of_every_step(
     assert published == list(range(-1, STEPS + 1))
 
 
-@pytest.mark.parametrize("stale", ["wait", "drop", "mask"])
+@every_mode
 def test_learners_that_are_lost_while_a_step_is_recorded(
     stale: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

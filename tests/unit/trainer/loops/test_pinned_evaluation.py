@@ -63,7 +63,7 @@ def test_updates_go_on_beside_an_evaluation(tmp_path: Path) -> None:
     assert weights_of(world) != world.published[2]
 
 
-@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_each_is_of_one_version_whatever_takes_how_long(seed: int, tmp_path: Path) -> None:
     world = world_of(tmp_path / "a", seed)
     rows = asyncio.run(live(world, **SETTINGS))

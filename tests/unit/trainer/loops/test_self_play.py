@@ -111,7 +111,7 @@ def test_a_killed_driver_goes_on_with_the_same_opponents(
     assert weights_of(world) == weights_of(expected)
 
 
-@pytest.mark.parametrize("faults", [{1: 1}, {4: 1, 7: 1}])
+@pytest.mark.parametrize("faults", [pytest.param({1: 1}, marks=pytest.mark.slow), {4: 1, 7: 1}])
 def test_lost_learners_go_on_with_the_same_opponents(
     faults: dict[int, int], undisturbed: tuple[Any, list[dict]], tmp_path: Path
 ) -> None:
