@@ -138,5 +138,5 @@ def test_contributing_names_files_that_exist_and_toys_of_at_most_40_lines() -> N
     paths = [ROOT / path for path in re.findall(r"`((?:raylight|tests|docs|scripts|\.ci)/[\w./]+)`", text)]
     assert [path for path in paths if not path.exists()] == []
     toys = [path for path in paths if "toy" in path.stem or path.stem == "echo_engine"]
-    assert len(toys) == 4
+    assert len(toys) == 8
     assert {toy.name: n for toy in toys if (n := len(toy.read_text().splitlines())) > 40} == {}

@@ -9,6 +9,7 @@ import pytest
 import toy_algorithm
 import yaml
 from toy_algorithm import BestOfGroup
+from toy_loss import at_most_doubled
 from unit_helpers import ReachedRay, make_finished
 
 from raylight.config import LearnerConfig
@@ -66,3 +67,13 @@ def test_its_estimator_travels_with_the_settings_to_the_ranks() -> None:
     mask = torch.tensor([[1.0, 1.0], [1.0, 1.0], [1.0, 0.0]])
     advantages = algorithm.user_estimator(rewards, mask, np.array(["a", "a", "b"], dtype=object))
     assert advantages.tolist() == [[1.0, 1.0], [-1.0, -1.0], [1.0, 0.0]]
+
+
+def test_a_loss_is_a_decorated_function_that_a_setting_names() -> None:
+    torch = pytest.importorskip("torch")
+    settings = BestOfGroup(model=MODEL, loss_mode="at_most_doubled").policy_settings()
+    assert settings.user_loss is at_most_doubled
+    old = torch.full((1, 3), 0.25).log()
+    new = torch.tensor([[0.25, 0.5, 0.75]]).log().requires_grad_()
+    at_most_doubled(new, old, torch.tensor([[1.0, -1.0, 1.0]])).sum().backward()
+    torch.testing.assert_close(new.grad, torch.tensor([[-1.0, 2.0, 0.0]]))

@@ -3,18 +3,22 @@
 from typing import Any
 
 import pytest
+from weight_loading import DictSource
 
 from raylight.config import EngineConfig, LearnerConfig
 from raylight.errors import ConfigError
 from raylight.weights.gloo import GlooReceiver
+from raylight.weights.protocol import SenderSettings, WeightReceiver
 from raylight.weights.transports import (
     TRANSPORTS,
     Transport,
     choose_transport,
     find_transport,
     make_receiver,
+    open_sender,
     vllm_backend,
 )
+from unit.weights import toy_transport
 
 OWN = Transport("package.module:Sender", "own", "package.module:Receiver", needs_gpu=False)
 
@@ -79,3 +83,30 @@ def test_engines_without_learners_have_a_transport_too() -> None:
     assert vllm_backend("auto") == "gloo"
     assert [vllm_backend(name) for name in TRANSPORTS] == list(TRANSPORTS)
     assert find_transport(f"{__name__}:OWN") is OWN
+
+
+class OneEngine:
+    """The control of one engine, which keeps what it receives in `weights`."""
+
+    def __init__(self, receiver: WeightReceiver) -> None:
+        self._receiver, self.weights = receiver, dict[str, Any]()
+
+    def send(self, info: dict[str, object]) -> None:
+        for group in self._receiver.receive(info):
+            self.weights.update(group)
+
+
+def test_a_transport_is_one_file_that_its_dotted_name_selects() -> None:
+    name = f"{toy_transport.__name__}:transport"
+    settings = EngineConfig(kind="transformers", weight_transfer=name)
+    assert choose_transport(settings, LearnerConfig(), 1) == name
+    source = DictSource({"a": [1.0, 2.0], "b": [3.0], "c": [[4.0]]}, size=2)
+    engine: Any = OneEngine(make_receiver(name))
+    for rank in (1, 0):
+        assert engine.weights == {}
+        open_sender(name, SenderSettings(rank, "127.0.0.1", (1,), 60.0), engine, source).send_weights()
+    assert {name: value.tolist() for name, value in engine.weights.items()} == {
+        "a": [1.0, 2.0],
+        "b": [3.0],
+        "c": [[4.0]],
+    }
