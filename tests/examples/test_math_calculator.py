@@ -51,6 +51,7 @@ async def test_it_calculates_and_rejects_over_mcp(tmp_path: Path) -> None:
     assert [call["result"] for call in logged] == ["14", None, None]
 
 
+@pytest.mark.slow
 async def test_one_server_serves_all_rollouts_of_a_process() -> None:
     assert await asyncio.gather(*(calculate(f"{number}+1") for number in range(20))) == [
         str(number + 1) for number in range(20)
@@ -71,6 +72,7 @@ async def test_a_server_that_dies_is_reported_and_replaced() -> None:
     assert server.pid not in [one.pid for one in servers()]
 
 
+@pytest.mark.slow
 async def test_a_server_lost_by_one_rollout_is_lost_for_the_others_too() -> None:
     async def calculate_late() -> None:
         async with calculator(CALCULATOR_COMMAND) as tools:

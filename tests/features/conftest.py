@@ -35,11 +35,12 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_itemcollected(item: pytest.Item) -> None:
-    """Mark dialects that the gateway translates as slow with an upstream model: its engine is sent chats, and
-    the engine in this process shows each translation."""
+    """Mark tests with an upstream model, whose engine is sent chats, as slow if the engine in this process
+    shows the same: other dialects, and tool calls that are written by a grammar."""
     params = item.callspec.params if isinstance(item, pytest.Function) and hasattr(item, "callspec") else {}
-    if params.get("server") == "upstream" and params.get("dialect") in ("responses", "messages"):
-        item.add_marker(pytest.mark.slow("the engine in this process shows each translation"))
+    written = item.name.startswith(("test_parallel_tool_calls", "test_allowed_tools"))
+    if params.get("server") == "upstream" and (written or params.get("dialect", "chat") != "chat"):
+        item.add_marker(pytest.mark.slow("the engine in this process shows it"))
 
 
 @pytest.fixture(scope="session")

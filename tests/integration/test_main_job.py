@@ -12,7 +12,9 @@ import pytest
 import yaml
 from ray_cluster import BIN, eventually
 from run_output import metric_rows
+from typer.testing import CliRunner
 
+from raylight import cli
 from raylight.serving.deploy.ingress_host import DEFAULT_PORT, FALLBACK_PORT
 
 LOCAL = {**os.environ, "RAY_ADDRESS": "local"}
@@ -139,14 +141,11 @@ def test_a_signal_ends_the_run_and_leaves_nothing(
     assert "Traceback" not in log.read_text()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("args", "message"),
     [
-        pytest.param(
-            ["--model", "/no/such/model"],
-            "ModelNotFoundError: there is no model folder /no/such/model",
-            marks=pytest.mark.slow,
-        ),
+        (["--model", "/no/such/model"], "ModelNotFoundError: there is no model folder /no/such/model"),
         (["--steps", "-1"], "Invalid value for '--steps'"),
     ],
 )
@@ -164,6 +163,6 @@ def test_bad_arguments_end_with_one_message(args: list[str], message: str, tmp_p
 
 
 def test_help_names_every_option() -> None:
-    shown = subprocess.run(quickstart("--help"), capture_output=True, text=True, timeout=240).stdout
+    shown = CliRunner().invoke(cli.app, ["quickstart", "--help"]).stdout
     for option in ("--output-dir", "--steps", "--seed", "--n-learners", "--n-runners", "--port"):
         assert option in shown

@@ -85,6 +85,7 @@ async def broken(task: dict, llm: rl.LLM) -> float:
     raise ValueError("the agent is broken")
 
 
+@pytest.mark.slow
 def test_a_broken_agent_ends_the_run_with_its_error(tmp_path: Path) -> None:
     algorithm = rl.MiniGRPO(model=STARTER_MODEL, n_steps=2, max_model_len=64, max_new_tokens=8)
     with pytest.raises(rl.RaylightError, match="the agent is broken"):

@@ -265,7 +265,7 @@ class CoordinatorMachine(RuleBasedStateMachine):
 
 TestCoordinatorMachine = CoordinatorMachine.TestCase
 TestCoordinatorMachine.settings = settings(
-    max_examples=40, stateful_step_count=40, suppress_health_check=list(HealthCheck)
+    max_examples=20, stateful_step_count=40, suppress_health_check=list(HealthCheck)
 )
 
 

@@ -391,7 +391,7 @@ def known_trees(draw: st.DrawFn) -> Known:
 
 
 @given(known_trees())
-@settings(max_examples=300)
+@settings(max_examples=100)
 def test_the_relations_of_a_known_tree(tree: Known) -> None:
     assert build_trajectories(tree.calls).relations == tree.relations
 
@@ -498,7 +498,7 @@ def plain_rows(calls: list[Generation]) -> list[list[Generation]]:
 
 
 @given(conversations())
-@settings(max_examples=300)
+@settings(max_examples=100)
 def test_rows_match_a_plain_comparison(calls: list[Generation]) -> None:
     expected = [row[-1].token_ids.tolist() for row in plain_rows(calls)]
     made = build_trajectories(calls).rows

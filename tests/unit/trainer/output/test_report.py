@@ -37,7 +37,7 @@ def test_metrics_are_one_object_a_step(report: Report, shown: RecordingDisplay) 
 
 def test_a_long_run_keeps_little_of_each_step(report: Report, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(RecordingDisplay, "step", lambda *_: None)
-    steps = 300
+    steps = 100
     tracemalloc.start()
     try:
         for step in range(steps):
