@@ -276,7 +276,9 @@ def build_gateway(
     sessions: SessionService | None = None,
     keep_alive_s: float = KEEP_ALIVE_S,
 ) -> ASGIApp:
-    """Build the application of a replica: gateway, retry cache, translation, capture, and the engine's.
+    """Build the application of a replica. A request goes through its layers in this order:
+
+    Gateway > RetryCache > AnyModelName > TranslationMiddleware > CaptureMiddleware > ImageSender > engine_app
 
     Args:
         secret: the run's secret, or the key of `raylight serve`. None accepts every client, and attempts
