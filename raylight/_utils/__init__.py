@@ -1,1 +1,1 @@
-"""Helpers without a subject of their own: files, asyncio, threads, this machine, bounds of numbers."""
+"""Helpers that any package may use: files, asyncio, threads, this machine, bounds of numbers."""

@@ -1,4 +1,4 @@
-"""Cost of Python's garbage collector in long-lived processes."""
+"""Tuning of Python's garbage collector for long-lived processes."""
 
 from __future__ import annotations
 

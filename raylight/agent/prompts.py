@@ -1,6 +1,6 @@
-"""Prompt templates.
+"""Prompt templates with f-string or Jinja placeholders.
 
-A template may be written by a model (prompt optimisation), so rendering it must be safe.
+APO lets a model write templates, so rendering must not execute code.
 """
 
 from __future__ import annotations

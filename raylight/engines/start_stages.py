@@ -50,8 +50,7 @@ class StartStages:
 
 
 def _bytes_read(pid: int) -> int:
-    """Return the bytes that a process has read, with those of memory maps; 0 where the system does not count
-    them."""
+    """Return the bytes that a process has read, memory maps included; 0 where the system does not count."""
     try:
         counters = psutil.Process(pid).io_counters()
     except (AttributeError, psutil.Error, OSError):

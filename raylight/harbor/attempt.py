@@ -127,7 +127,7 @@ class HarborAttempt:
         return await self._read_reward(place, paths, ended)
 
     async def _remove_tests(self, place: Sandbox, paths: PathMap) -> None:
-        """Remove what is where the tests and their reward belong: an agent may have left it."""
+        """Remove files that the agent may have left at the paths of the tests and their reward."""
         left = ("/tests", TESTS_HOME, *(f"{REWARDS}/{name}" for name in READERS))
         await self._run(place, ["rm", "-rf", *map(paths.path, left)])
 
@@ -185,7 +185,7 @@ class HarborAttempt:
                 )
 
     async def _carry_artifacts(self, source: Sandbox, target: Sandbox) -> None:
-        """Copy the artifacts, and nothing else, from the agent's sandbox into that of the tests."""
+        """Copy only the artifacts from the agent's sandbox to the tests' sandbox."""
         bundle, root = FileBundle(), target.root or "/"
         for path in ("/logs/artifacts", *self._task.artifacts):
             inner = posixpath.normpath(path.lstrip("/"))

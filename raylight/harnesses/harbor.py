@@ -1,4 +1,4 @@
-"""Tasks in Harbor's format as demands on a command: any `CommandAgent` in any sandbox."""
+"""Conversion of Harbor tasks to `HarnessTask`, for any `CommandAgent` in any sandbox."""
 
 from __future__ import annotations
 

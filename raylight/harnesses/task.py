@@ -1,4 +1,4 @@
-"""Demands of one task on the command of a `CommandAgent`."""
+"""Requirements of one task for a `CommandAgent`: instruction, files, sandbox, tests."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from raylight.sandboxes.sandbox import Sandbox
 
 @dataclass(frozen=True)
 class HarnessTask:
-    """Demands of one task on a command. None and empty values leave them to the agent's arguments."""
+    """Requirements of one task for a command. None and empty values: those of the agent's arguments."""
 
     prompt: str | None = None
     """Text for `{prompt}`."""
     files: Mapping[str, str | bytes] | None = None
     """Files of the working folder by their relative paths, written over the agent's."""
     sandbox: SandboxSpec | None = None
-    """Place of the rollout."""
+    """Sandbox of the rollout."""
     cwd: str | None = None
     """Working folder, in the sandbox."""
     env: Mapping[str, str | None] = field(default_factory=dict)
@@ -29,11 +29,11 @@ class HarnessTask:
     scores_timeouts: bool = False
     """Score what a program left that was ended by `timeout_s`."""
     prepare: Callable[[Sandbox], Awaitable[HarnessTask]] | None = None
-    """Coroutine function, called with the started sandbox before the program runs. It returns the demands
-    that hold from then on, with the paths of the sandbox."""
+    """Coroutine function, called with the started sandbox before the program runs. It returns the
+    requirements that hold from then on, with the paths of the sandbox."""
     score: Callable[[Sandbox], Awaitable[Any]] | None = None
     """Coroutine function, called with the sandbox after the program has ended; it returns the reward. None:
     the agent's `reward` is used."""
     follow: Callable[[Sandbox], Awaitable[HarnessTask | None]] | None = None
-    """Coroutine function, called with the sandbox after `score`. It returns the demands of a further step in
-    the same sandbox, whose `score` returns the reward of all steps so far, or None at the end."""
+    """Coroutine function, called with the sandbox after `score`. It returns the requirements of another step
+    in the same sandbox, whose `score` returns the reward of all steps so far, or None at the end."""

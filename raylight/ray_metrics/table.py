@@ -1,5 +1,4 @@
-"""Table of the metrics that raylight adds to those of Ray, from `metrics.yaml`. Reports, board and reference
-follow from it."""
+"""Table of raylight's metrics in Ray, from `metrics.yaml`; reporters, Grafana board and docs use it."""
 
 from __future__ import annotations
 

@@ -147,8 +147,8 @@ OLD_LABELS = 1e9
 
 
 def runner_id(separator: str) -> str:
-    """Return the id of this process and its start, in seconds since that of the machine: a clock that is set
-    moves all times of the day, `create_time` too."""
+    """Return this process's id and its start in seconds since boot. Setting the machine's clock would move
+    a wall-clock time such as psutil's `create_time`."""
     return f"{os.getpid()}{separator}{_seconds_at_start(os.getpid())}"
 
 

@@ -1,4 +1,4 @@
-"""Sets of tasks, and the samplers that draw from them, one task for each group of rollouts.
+"""Task sets and their samplers, which draw one task for each group of rollouts.
 
 Draws of a sampler are numbered from 0. Laws:
 - A number is always drawn the same: again, and in a process that has continued from the sampler's state.

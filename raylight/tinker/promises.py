@@ -1,4 +1,4 @@
-"""Results that clients fetch by long poll, for some time after they are there."""
+"""Futures: results of requests, kept for a while for clients that long-poll."""
 
 from __future__ import annotations
 

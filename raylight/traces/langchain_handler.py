@@ -25,9 +25,9 @@ from raylight.types import Attributes, Span, TraceStatus
 CHAIN_SPAN = "langchain.chain"
 MODEL_SPAN = "langchain.model"
 TOOL_SPAN = "langchain.tool"
-"""Names of the spans. None is that of a captured call, which would count twice."""
+"""Names of the spans. They differ from the name of a captured call, so that no call counts twice."""
 PLUMBING = "Runnable"
-"""Prefix of the names of LangChain's own chains, which are no agents."""
+"""Name prefix of the chains that LangChain itself adds; they are not agents."""
 OWN_IDS = ("lc_run-", "run-")
 """Prefixes of ids that LangChain makes for messages without one, such as streamed ones."""
 

@@ -1,4 +1,4 @@
-"""Tree of an attempt's spans.
+"""Tree of an attempt's spans by their parents, and lookups in it.
 
 Any list of spans is accepted: parents may be missing, ids doubled, and parent ids circular."""
 

@@ -477,7 +477,7 @@ class ShownRun:
         return self._index
 
     async def refresh(self, seconds: float = PART_S) -> None:
-        """Read what is new, for about so many seconds, and the rest beside the requests."""
+        """Index new rows for about `seconds`; a task in the background indexes the rest."""
         assert self._index is not None, "it is open"
         self.folder.metrics.refresh()
         await asyncio.to_thread(self._index.refresh, self.folder.metrics.versions(), seconds)

@@ -56,7 +56,7 @@ class EngineLoad:
 
 
 class SyncedEngine(Protocol):
-    """The methods of an engine that the coordinator's orders call; see `raylight.engines.protocol.Engine`.
+    """Methods of an engine that weight synchronisation calls; see `raylight.engines.protocol.Engine`.
 
     The defaults are those of an engine with fixed weights.
     """

@@ -114,10 +114,10 @@ class Decoder:
         return logits[place]
 
     def _compute(self, admitted: list[Sequence], first: int) -> torch.Tensor:
-        """Compute what is not known of sequences into the slots from `first` on; returns the logits of their
-        next tokens.
+        """Prefill the missing tokens of sequences into the slots from `first` on.
 
-        Padding would change a layer's state, so that a model with states computes one sequence at a time.
+        Returns the logits of their next tokens, shape (sequences, vocabulary). Padding would change a layer's
+        state, so a model with states computes one sequence at a time.
         """
         size = max(len(admitted), 1) if self._keeps_prefixes else 1
         parts = range(0, len(admitted), size)
@@ -260,7 +260,7 @@ class Decoder:
         return (logits.float() / temperature).log_softmax(-1)
 
     def retire(self, sequence: Sequence) -> None:
-        """Remove a sequence, and keep what is computed of it: all tokens but the last."""
+        """Remove a sequence, and cache its keys and values as a prefix: those of all tokens but the last."""
         adapter = sequence.adapter
         is_current = adapter is None or self.adapters.find(adapter.name) is adapter
         if self._keeps_prefixes and is_current:
@@ -268,7 +268,7 @@ class Decoder:
         self.remove(sequence)
 
     def _keep(self, sequence: Sequence, slot: int, ids: IntArray) -> None:
-        """Keep what is computed of the first tokens `ids` of a sequence."""
+        """Cache the keys and values of a sequence's first tokens, `ids`, as a prefix."""
         routes = np.concatenate(sequence.sample.routes)[: len(ids)] if self._routes is not None else None
         self.prefixes.keep(sequence.adapter, ids, self._cache.read(slot, len(ids)), routes)
 

@@ -1,4 +1,4 @@
-"""The engine's thread.
+"""Thread that decodes batches and executes requests and commands of the engine.
 
 It takes requests and commands only between two decoding steps, so that every token is sampled from exactly
 one weight version.

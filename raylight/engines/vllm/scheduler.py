@@ -15,9 +15,9 @@ from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.outputs import LogprobsLists
 
 RECORDED = "raylight_recorded"
-"""Key in the `extra_args` of a request of which only the log-probs of the sampled tokens are wanted."""
+"""Key in the `extra_args` of a request that needs log-probs of the sampled tokens only."""
 LOGPROBS = "lp"
-"""Key of these log-probs in an output's `kv_transfer_params`, the only field for values of other programs."""
+"""Key of these log-probs in an output's `kv_transfer_params`, the only field that plugins can fill."""
 CANDIDATES = "raylight_candidates"
 """Key in the `extra_args` of a request whose candidates are recorded, and in `kv_transfer_params` of their
 sizes and values, as bytes of `TokenSets`."""

@@ -145,8 +145,8 @@ class _CallNode:
         self.length = self.prompt_length + len(self.call.output_ids)
 
     def can_be_extended_by(self, call: Generation) -> bool:
-        """True if this is the last call of its row, of the same model and temperature, of which a trajectory
-        has one each."""
+        """True if this is the last call of its branch and has the model and temperature of `call`: a
+        trajectory has one of each."""
         own = self.call
         return self.branch[-1] is own and (own.model, own.temperature) == (call.model, call.temperature)
 

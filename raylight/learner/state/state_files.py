@@ -113,7 +113,7 @@ class StateReader:
         return torch.zeros(stored.size, dtype=stored.properties.dtype, device=device)
 
     def read(self, tensors: Tensors) -> None:
-        """Read into tensors, of which each rank may have other ones.
+        """Fill `tensors` from the files. Ranks may pass different tensors.
 
         Raises:
             CheckpointError: a tensor is missing, or a file is damaged.

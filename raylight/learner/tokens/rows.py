@@ -1,4 +1,4 @@
-"""A rank's rows as tensors."""
+"""Conversion of a rank's shard to `TrainRow` tensors, with the rewards and masks of its tokens."""
 
 from __future__ import annotations
 

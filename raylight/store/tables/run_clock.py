@@ -1,4 +1,4 @@
-"""Time of a run: that of the day, which decides nothing, and the time that the run has lived, which decides.
+"""Wall-clock time (display only) and lived time (for deadlines) of a run.
 
 Laws:
 - Lived time goes on only while a store of the run is open. Time in which a run is dead, or starts again,

@@ -1,4 +1,4 @@
-"""The ranks of a run that train its model."""
+"""`LearnerRanks`: starts the learners' ranks, and restarts them after a loss or a move."""
 
 from __future__ import annotations
 
@@ -204,7 +204,7 @@ class LearnerRanks:
         return await self._restart("their node drained")
 
     async def _restart(self, reason: object) -> ResumePoint:
-        """Restart the learners, where they can move to if they can."""
+        """Restart the ranks, on the reserved bundles if any."""
         before, refuge = self._placement, self._refuge
         if refuge is not None:
             self._placement, self._refuge = refuge, None

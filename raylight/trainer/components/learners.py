@@ -1,4 +1,4 @@
-"""The learners of a run."""
+"""`Learners`: trains the models of a run, saves their states and publishes their weights."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The models that a run serves to agents."""
+"""`Serving`: starts the engines and the gateway that agents call, and watches them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The store of a run."""
+"""`RunStore`: starts the actor of a run's store, or connects to a given one, and restarts it."""
 
 from __future__ import annotations
 

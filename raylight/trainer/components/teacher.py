@@ -1,4 +1,4 @@
-"""The teachers of a run that distils: fixed models in engines of their own, which score sampled tokens."""
+"""Teachers for distillation: fixed models in dedicated engines, which score sampled tokens."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rollouts that a run enqueues itself, and waits for."""
+"""Enqueueing of rollouts by the driver, and waiting until they are decided."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The training loop, synchronous and asynchronous.
+"""Training loop of policy-gradient algorithms, synchronous and asynchronous.
 
 A step takes finished groups of rollouts, updates the weights with them, publishes these to the engines, and
 evaluates them. With `max_staleness=0` the next step samples after that. Otherwise its groups are sampled

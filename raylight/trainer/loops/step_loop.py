@@ -1,7 +1,7 @@
-"""A loop of steps that can be taken again.
+"""Step loop with rollback to a checkpoint.
 
-Law: a step can be taken again. After learners were lost or moved, the loop goes on after the last training
-state, and takes the steps since then again.
+Law: a step can be repeated. After learners were lost or moved, the loop loads the last training state and
+repeats the steps since.
 """
 
 from __future__ import annotations

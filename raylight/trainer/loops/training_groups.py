@@ -276,7 +276,7 @@ class TrainingGroups:
     def _dropped(self) -> tuple[int, ...]:
         """Return the groups that the next step drops: all dispatched ones but for those in `_decided`.
 
-        There is no set of them, because no step may come for long.
+        They are computed on demand: a stored set could grow without bound before the next step.
         """
         dispatched = itertools.takewhile(lambda group: group < self._next, self._taken.rest())
         return tuple(group for group in dispatched if group not in self._decided)

@@ -150,20 +150,20 @@ class TrainingSettings(LearningSettings):
 
     @property
     def served_teachers(self) -> tuple[ServingSettings, ...]:
-        """The teachers in engines of their own."""
+        """Serving settings of the teachers that have dedicated engines."""
         return tuple(one.serving for one in self.teachers.values() if one.serving is not None)
 
     @property
     def served_lora(self) -> LoraConfig | None:
-        """The adapter that the engines serve beside the initial model; None if they serve all weights."""
+        """The adapter that the engines serve on the initial model; None if they serve full weights."""
         learner = self.learner
         is_served = learner.kind == "ranks" and learner.lora is not None and learner.lora.serve == "adapter"
         return learner.lora if is_served else None
 
     @property
     def adapters(self) -> dict[str, str]:
-        """The learners' models whose adapters are served, by the name under which they are; empty if the
-        engines serve all weights. The name of a run's only model is empty for the learners."""
+        """Names of the learners' models by the names of their served adapters; empty if engines serve full
+        weights. The learners name a run's only model ''."""
         if self.algorithm.models:
             return {name: name for name in self.algorithm.models}
         return {MODEL_NAME: ""} if self.served_lora is not None else {}

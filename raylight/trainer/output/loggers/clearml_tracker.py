@@ -1,4 +1,4 @@
-"""ClearML."""
+"""Metric logger that writes to ClearML."""
 
 from __future__ import annotations
 

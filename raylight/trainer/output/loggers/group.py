@@ -1,4 +1,4 @@
-"""The metric loggers of a run."""
+"""All metric loggers of a run, called as one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""MLflow."""
+"""Metric logger that writes to MLflow."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Metrics of OpenTelemetry."""
+"""Metric logger that exports to an OpenTelemetry collector."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The interface of metric loggers, and what they share."""
+"""`MetricLogger`, the interface of metric loggers."""
 
 from __future__ import annotations
 

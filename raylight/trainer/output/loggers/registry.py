@@ -1,4 +1,4 @@
-"""Loggers by name."""
+"""Registry of metric loggers: construction from names, classes and dicts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""SwanLab."""
+"""Metric logger that writes to SwanLab."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""TensorBoard."""
+"""Metric logger that writes event files of TensorBoard."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Trackio."""
+"""Metric logger that writes to Trackio."""
 
 from __future__ import annotations
 

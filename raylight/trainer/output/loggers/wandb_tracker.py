@@ -1,4 +1,4 @@
-"""Weights & Biases."""
+"""Metric logger that writes to Weights & Biases."""
 
 from __future__ import annotations
 
