@@ -53,7 +53,7 @@ def add_returns(rows):
 @pytest.mark.parametrize(
     ("config", "lr"),
     [
-        ({}, 3e-3),
+        pytest.param({}, 3e-3, marks=pytest.mark.slow("packed rows show it")),
         pytest.param(
             {"lora": {"rank": 8, "alpha": 16}}, 1e-2, marks=pytest.mark.slow("two ranks show its update")
         ),

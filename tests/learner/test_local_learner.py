@@ -129,7 +129,7 @@ async def test_an_update_during_a_response_falls_between_two_tokens() -> None:
 @pytest.mark.parametrize(
     ("algorithm", "lora"),
     [
-        (rl.algorithms.GSPO(model="m"), True),
+        pytest.param(rl.algorithms.GSPO(model="m"), True, marks=pytest.mark.slow),
         (rl.PPO(model="m"), True),
         (rl.algorithms.DAPO(model="m", mini_batches=2), True),
         (rl.GRPO(model="m", lr=1e-3, kl_coef=1e-2), False),

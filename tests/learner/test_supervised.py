@@ -255,6 +255,7 @@ def test_a_saved_reward_model_scores_in_its_engine_and_can_be_trained_on(tmp_pat
     assert again.evaluate_shard(shard_of(again, batch("reward"))) == pytest.approx(total, abs=1e-4)
 
 
+@pytest.mark.slow
 def test_a_reward_model_learns_to_prefer_a_digit():
     """Pairs of messages, as `rl.RewardModel(data=...)` reads them."""
 
@@ -382,7 +383,9 @@ def test_the_sft_loss_is_that_of_trl(plain, tmp_path):
     assert metrics["train/loss"] == pytest.approx(expected, abs=1e-6)
 
 
-@pytest.mark.parametrize("name", ["sigmoid", "ipo", "hinge", "robust"])
+@pytest.mark.parametrize(
+    "name", ["sigmoid", *(pytest.param(name, marks=pytest.mark.slow) for name in ("ipo", "hinge", "robust"))]
+)
 def test_the_preference_loss_is_that_of_trl(plain, name, tmp_path):
     trl = pytest.importorskip("trl")
     from datasets import Dataset

@@ -265,7 +265,7 @@ def test_rounding_is_not_taken_for_mixed_rows(model_type, dtype, tmp_path):
     assert verl_engines.build_reference(path, LearnerConfig(packed=True, dtype=dtype, attention="eager"))
 
 
-@pytest.mark.parametrize("lora", [{}, LORA], ids=["full", "lora"])
+@pytest.mark.parametrize("lora", [pytest.param({}, marks=pytest.mark.slow), LORA], ids=["full", "lora"])
 def test_bf16_is_close_to_fp32(lora, batch):
     exact, rough = make_policy(lora), make_policy({"dtype": "bfloat16", **lora}, max_logprob_mismatch=0.5)
     metrics = rough.update(batch)

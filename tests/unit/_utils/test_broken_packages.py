@@ -49,6 +49,7 @@ def torchvision(site: Path) -> Path:
     return site
 
 
+@pytest.mark.slow
 def test_a_run_names_a_package_for_another_torch(torchvision: Path) -> None:
     with pytest.raises(BrokenPackageError) as raised:
         check_packages()

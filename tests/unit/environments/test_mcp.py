@@ -188,6 +188,7 @@ server.run("streamable-http", port=int(sys.argv[1]))
 """
 
 
+@pytest.mark.slow
 async def test_a_real_server_over_http_and_its_death() -> None:
     with socket.create_server(("127.0.0.1", 0)) as reserved:
         port = reserved.getsockname()[1]

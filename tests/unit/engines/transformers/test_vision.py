@@ -32,15 +32,12 @@ RED, BLUE, WIDE = make_image("red"), make_image("blue"), make_image("green", (64
 SAMPLED, GREEDY = SamplingParams(8, ignore_eos=True), SamplingParams(8, temperature=0.0, ignore_eos=True)
 TOLERANCE = 1e-5
 PART = {"type": "image_url", "image_url": {"url": data_url(image_file("red")), "detail": "low"}}
-ALL = (
-    *FAMILIES,
-    pytest.param(
-        WITH_TORCHVISION,
-        marks=pytest.mark.skipif(find_spec("torchvision") is None, reason="its processor needs torchvision"),
-    ),
-)
 BASIC = "qwen3_vl"
 """Family of the tests that are the same for all: with positions in two dimensions and deep features."""
+ALL = [
+    family if family in (BASIC, "gemma3") else pytest.param(family, marks=pytest.mark.slow("two show it"))
+    for family in FAMILIES
+]
 
 
 @pytest.fixture(scope="module")
@@ -101,7 +98,18 @@ def plain_logprobs(module: Any, engine: TransformersEngine, found: Sample, *imag
     return logits.log_softmax(-1).gather(-1, ids[0, -count:, None])[:, 0].tolist()
 
 
-@pytest.mark.parametrize("family", ALL)
+@pytest.mark.parametrize(
+    "family",
+    [
+        *ALL,
+        pytest.param(
+            WITH_TORCHVISION,
+            marks=pytest.mark.skipif(
+                find_spec("torchvision") is None, reason="its processor needs torchvision"
+            ),
+        ),
+    ],
+)
 async def test_logprobs_are_those_of_the_plain_model(
     make_engine: MakeEngine, folders: Any, family: str
 ) -> None:
@@ -211,7 +219,7 @@ class TestRequests:
                 model="policy", messages=list(messages), max_tokens=4, **more
             )
 
-    @pytest.mark.parametrize("family", FAMILIES)
+    @pytest.mark.parametrize("family", ALL)
     async def test_images_of_users_and_tools(
         self, make_engine: MakeEngine, folders: Any, family: str
     ) -> None:
