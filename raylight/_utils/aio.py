@@ -8,7 +8,7 @@ import concurrent.futures
 import contextlib
 import threading
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
-from typing import Any, TypeVar
+from typing import Any, TypeVar, overload
 
 T = TypeVar("T")
 
@@ -96,11 +96,16 @@ class BroadcastCondition:
                 waiter.set_result(None)
         self._waiters.clear()
 
-    async def wait_for(self, predicate: Callable[[], bool], timeout: float | None = None) -> bool:
-        """Wait until the predicate holds; False if it did not within `timeout` seconds."""
+    @overload
+    async def wait_for(self, predicate: Callable[[], T | None]) -> T: ...
+    @overload
+    async def wait_for(self, predicate: Callable[[], bool], timeout: float | None) -> bool: ...
+    async def wait_for(self, predicate: Callable[[], object], timeout: float | None = None) -> object:
+        """Wait until the predicate returns something true, and return it; False if it did not within
+        `timeout` seconds."""
         loop = asyncio.get_running_loop()
         end = None if timeout is None else loop.time() + timeout
-        while not predicate():
+        while not (value := predicate()):
             remaining = None if end is None else end - loop.time()
             if remaining is not None and remaining <= 0:
                 return False
@@ -112,7 +117,7 @@ class BroadcastCondition:
                 self._waiters.pop(waiter, None)
             if not woken:  # timers may fire a clock resolution before `end`
                 return predicate()
-        return True
+        return value
 
 
 async def wait_while_progressing(

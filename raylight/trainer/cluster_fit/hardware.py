@@ -134,8 +134,10 @@ def choose(
     Raises:
         ConfigError: learners and engines do not fit on the GPUs together, not even if they share them.
     """
-    engine, learner, notes = _assign_gpus(hardware, engine, learner, work)
-    if learner is not None:
+    if learner is None:
+        engine, notes = _engine_alone(hardware, engine)
+    else:
+        engine, learner, notes = _assign_gpus(hardware, engine, learner, work)
         learner = _learner_on_gpu(hardware, learner, work)
     if engine.num_gpus:
         engine = engine_on_gpu(engine, learner, work.context)
@@ -201,18 +203,29 @@ def learner_on_cores(cores: int, parameters: int, learner: LearnerConfig, others
     return _with_defaults(learner, num_threads=max(cores // (learner.n + others), 1))
 
 
+def _is_open(engine: EngineConfig) -> bool:
+    """Return True for an engine that can compute on GPUs, without a setting of their number."""
+    return "num_gpus" not in engine.model_fields_set and engine.kind in ("transformers", "vllm")
+
+
+def _engine_alone(hardware: Hardware, engine: EngineConfig) -> tuple[EngineConfig, list[str]]:
+    """Give a GPU to each worker of engines without a setting, if there are enough and no learners."""
+    if not hardware.gpus or not _is_open(engine):
+        return engine, []
+    if (workers := most_workers(engine)) <= hardware.gpus:
+        return _with_defaults(engine, num_gpus=1), []
+    return engine, [f"the engine computes on a CPU: its {workers} workers have {hardware.gpus:g} GPU(s)"]
+
+
 def _assign_gpus(
-    hardware: Hardware, engine: EngineConfig, learner: LearnerConfig | None, work: Workload
-) -> tuple[EngineConfig, LearnerConfig | None, list[str]]:
+    hardware: Hardware, engine: EngineConfig, learner: LearnerConfig, work: Workload
+) -> tuple[EngineConfig, LearnerConfig, list[str]]:
     """Give GPUs to learners and engines without a setting: each its own if there are enough, else shares."""
-    ranks = 0 if learner is None else learner.n
-    workers = most_workers(engine)
-    free = hardware.gpus
-    open_learner = learner is not None and "num_gpus" not in learner.model_fields_set
-    open_engine = "num_gpus" not in engine.model_fields_set and engine.kind in ("transformers", "vllm")
+    ranks, workers, free = learner.n, most_workers(engine), hardware.gpus
+    open_learner, open_engine = "num_gpus" not in learner.model_fields_set, _is_open(engine)
     if not free or not (open_learner or open_engine):
         return engine, learner, []
-    if open_engine and learner is not None and open_learner:
+    if open_engine and open_learner:
         if ranks + workers <= free:
             return _with_defaults(engine, num_gpus=1), _with_defaults(learner, num_gpus=1), []
         if max(ranks, workers) <= free and (ranks >= workers or ranks == 1):
@@ -224,11 +237,10 @@ def _assign_gpus(
             "learner.num_gpus and engine.num_gpus"
         )
     if open_engine:
-        if workers <= free - (ranks * learner.num_gpus if learner is not None else 0):
+        if workers <= free - ranks * learner.num_gpus:
             return _with_defaults(engine, num_gpus=1), learner, []
         note = "the engine computes on a CPU, because the learners take the GPUs: give learner.num_gpus=0.6"
         return engine, learner, [f"{note} and engine.num_gpus=0.4 to share them"]
-    assert learner is not None
     if ranks <= free - workers * engine.num_gpus:
         return engine, _with_defaults(learner, num_gpus=1), []
     note = "the learners compute on CPUs, because the engines take the GPUs: give engine.num_gpus=0.4"
@@ -237,7 +249,7 @@ def _assign_gpus(
 
 def _share(
     hardware: Hardware, engine: EngineConfig, learner: LearnerConfig, work: Workload
-) -> tuple[EngineConfig, LearnerConfig | None, list[str]]:
+) -> tuple[EngineConfig, LearnerConfig, list[str]]:
     """Put one learner and one engine worker on each GPU.
 
     They take turns, and the engine frees its memory meanwhile, unless the engine samples during updates.

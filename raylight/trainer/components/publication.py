@@ -355,9 +355,7 @@ class Publications:
         Raises:
             LearnerError: the failure.
         """
-        await self._replicas.changed.wait_for(lambda: self._failure is not None)
-        assert self._failure is not None
-        raise self._failure
+        raise await self._replicas.changed.wait_for(lambda: self._failure)
 
     async def serve_joined(self, held: Callable[[], int]) -> None:
         """Send the published version to replicas that join, whenever the learners or their snapshot have it.

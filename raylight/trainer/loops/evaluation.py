@@ -141,7 +141,8 @@ class PinnedEvaluation:
         self._current = _InProgress(step, pinned, measuring)
 
     async def end(self, logged: int) -> None:
-        """Wait for the rollouts, save the version if it is the best, and log the metrics in their own row.
+        """Wait for the rollouts in progress, if any; save the version if it is the best, and log the metrics
+        in their own row.
 
         Args:
             logged: last step that is logged; the row comes after it.
@@ -149,8 +150,8 @@ class PinnedEvaluation:
         Raises:
             ConfigError, RaylightError: see `Evaluator.measure` and `Evaluator.compare`.
         """
-        current = self._current
-        assert current is not None
+        if (current := self._current) is None:
+            return
         metrics = await asyncio.shield(current.measuring)
         await self._evaluator.compare(current.step, metrics, current.pinned)
         await self._publications.release(current.pinned)

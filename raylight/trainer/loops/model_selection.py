@@ -57,14 +57,13 @@ class ModelSelection:
     @property
     def stop_reason(self) -> str | None:
         """Reason to end training early; None to continue."""
-        algorithm = self._selection
-        if algorithm.patience is None or self._stale < algorithm.patience:
+        algorithm, best = self._selection, self._best
+        if best is None or algorithm.patience is None or self._stale < algorithm.patience:
             return None
-        assert self._best is not None
         return (
             f"training ends early: {algorithm.best} did not improve by {algorithm.min_delta:g} in the last "
-            f"{self._stale} evaluations (patience); its best value is {self._best['value']:.4g}, at step "
-            f"{self._best['step']}"
+            f"{self._stale} evaluations (patience); its best value is {best['value']:.4g}, at step "
+            f"{best['step']}"
         )
 
     def state_dict(self) -> JsonObject:

@@ -123,7 +123,7 @@ class PolicyLoop(StepLoop):
         await self._rollouts.add_resources()
         if self._opponents is not None:
             await self._opponents.restore(self._run.start.opponents)
-            await self._rollouts.offer_opponents()
+            await self._rollouts.offer_opponents(self._opponents.names.values())
         await self._groups.load()
         watching = self._loads.watching() if self._is_asynchronous else contextlib.nullcontext()
         async with self._groups.dispatching(), self._beside_training(), watching:
@@ -296,7 +296,7 @@ class PolicyLoop(StepLoop):
         if not is_repeated:
             await self._publish(step, waits=True)
         await self._until_failure(opponents.add(step, self._learners.version, is_repeated))
-        await self._rollouts.offer_opponents()
+        await self._rollouts.offer_opponents(opponents.names.values())
 
     async def _publish(self, step: int, waits: bool) -> Metrics:
         """Publish the weights after a step; return the metrics of the last publication that ended.
@@ -305,11 +305,10 @@ class PolicyLoop(StepLoop):
             waits: wait until the publication has ended.
         """
         metrics: Metrics = {}
-        if self._published != step:
+        if self._publication is None or self._published != step:
             if self._publication is not None:
                 metrics = await self._until_failure(self._publication)
             self._published, self._publication = step, asyncio.create_task(self._send(step))
-        assert self._publication is not None
         return await self._until_failure(self._publication) if waits else metrics
 
     async def _send(self, step: int) -> Metrics:

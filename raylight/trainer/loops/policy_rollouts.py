@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from types import MappingProxyType
 
 from raylight._utils.aio import BroadcastCondition
@@ -96,10 +96,9 @@ class PolicyRollouts:
         await self._store.update_resources(own.resources_id, own.resources)
         return added.resources_id
 
-    async def offer_opponents(self) -> None:
-        """Add the resources of training rollouts against each opponent that is served."""
-        assert self.opponents is not None, "the run has opponents"
-        for name in self.opponents.names.values():
+    async def offer_opponents(self, names: Iterable[str]) -> None:
+        """Add the resources of training rollouts against each opponent, which is served under its name."""
+        for name in names:
             if name not in self._against:
                 self._against[name] = await self._add_resources({}, {OPPONENT: name})
 

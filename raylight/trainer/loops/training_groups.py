@@ -341,22 +341,18 @@ class TrainingGroups:
 
     async def _choose_sound(self) -> list[int]:
         """Wait for the groups of the next step; return them when it is known that no outage affected them."""
+
+        def choose() -> list[int] | None:
+            self._drop_unusable()
+            return choose_groups(
+                self._in_order(),
+                lambda group: self._finished[group].is_informative,
+                self._pacer.groups_per_step,
+                self._pacer.groups_per_step * self._algorithm.max_rounds,
+            )
+
         while True:
-            chosen: list[int] | None = None
-
-            def has_chosen() -> bool:
-                nonlocal chosen
-                self._drop_unusable()
-                chosen = choose_groups(
-                    self._in_order(),
-                    lambda group: self._finished[group].is_informative,
-                    self._pacer.groups_per_step,
-                    self._pacer.groups_per_step * self._algorithm.max_rounds,
-                )
-                return chosen is not None
-
-            await self._finished_changed.wait_for(has_chosen)
-            assert chosen is not None
+            chosen = await self._finished_changed.wait_for(choose)
             outages = await self._run.serving.confirm()
             if outages == self._outages:
                 return chosen
