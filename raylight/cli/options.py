@@ -34,11 +34,25 @@ AgentName = Annotated[
 ModelName = Annotated[str, MODEL]
 Engine = Annotated[str, ENGINE]
 Replicas = Annotated[int, typer.Option(min=1, help="Number of engine replicas.")]
-ReplicaCpus = Annotated[float, typer.Option(min=0, help="CPUs of a replica.")]
-ReplicaGpus = Annotated[float, typer.Option(min=0, help="GPUs of a replica.")]
-Precision = Annotated[Dtype, typer.Option(help="Precision of the model.")]
+ReplicaCpus = Annotated[
+    float | None,
+    typer.Option(
+        min=0, help="CPUs of a replica, which computes with as many threads; by default with all cores."
+    ),
+]
+ReplicaGpus = Annotated[
+    float | None, typer.Option(min=0, help="GPUs of a replica; by default one if the cluster has some.")
+]
+Precision = Annotated[
+    Dtype | None, typer.Option(help="Precision of the model; by default bfloat16 on a GPU, else float32.")
+]
 MaxModelLen = Annotated[
-    int, typer.Option(min=8, help="Maximum length of prompt and response together, in tokens.")
+    int | None,
+    typer.Option(
+        min=8,
+        help="Maximum length of prompt and response together, in tokens; by default the model's on a GPU, at "
+        "most 16384, else 2048.",
+    ),
 ]
 StartTimeout = Annotated[float, typer.Option(min=1, help="Deadline for starting, in seconds.")]
 Runners = Annotated[int, RUNNERS]
@@ -58,6 +72,11 @@ Assignments = Annotated[
     typer.Option("--set", metavar="NAME=VALUE", help="A setting by its dotted name; may be repeated."),
 ]
 Ui = Annotated[bool, typer.Option("--ui", help="Show the run in the browser while it goes on.")]
+
+
+def given_options(**options: object) -> JsonObject:
+    """Return the options that were given; settings have defaults for the others, which follow the cluster."""
+    return {name: value for name, value in options.items() if value is not None}
 
 
 def import_from_here() -> None:

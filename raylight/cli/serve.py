@@ -11,7 +11,6 @@ import typer
 from raylight.cli.options import (
     Address,
     Assignments,
-    Dtype,
     Engine,
     MaxModelLen,
     ModelName,
@@ -23,6 +22,7 @@ from raylight.cli.options import (
     StartTimeout,
     Ui,
     apply_assignments,
+    given_options,
     import_from_here,
 )
 from raylight.errors import ConfigError
@@ -49,10 +49,10 @@ def serve(
     max_replicas: Annotated[
         int | None, typer.Option(min=1, help="Scale up to this number of replicas under load.")
     ] = None,
-    num_cpus: ReplicaCpus = 1.0,
-    num_gpus: ReplicaGpus = 0.0,
-    dtype: Precision = Dtype.float32,
-    max_model_len: MaxModelLen = 2048,
+    num_cpus: ReplicaCpus = None,
+    num_gpus: ReplicaGpus = None,
+    dtype: Precision = None,
+    max_model_len: MaxModelLen = None,
     url: Annotated[
         str | None, typer.Option(help="Base URL of an upstream model to which requests are forwarded.")
     ] = None,
@@ -100,20 +100,20 @@ def serve(
 
     import_from_here()
     settings: JsonObject = {
-        "engine": {
-            "kind": engine,
-            "host": host,
-            "port": port,
-            "replicas": replicas,
-            "max_replicas": max_replicas,
-            "num_cpus": num_cpus,
-            "num_gpus": num_gpus,
-            "dtype": dtype.value,
-            "max_model_len": max_model_len,
-            "url": url,
-            "api_key": upstream_key,
-            "start_timeout_s": start_timeout,
-        }
+        "engine": given_options(
+            kind=engine,
+            host=host,
+            port=port,
+            replicas=replicas,
+            max_replicas=max_replicas,
+            num_cpus=num_cpus,
+            num_gpus=num_gpus,
+            dtype=dtype,
+            max_model_len=max_model_len,
+            url=url,
+            api_key=upstream_key,
+            start_timeout_s=start_timeout,
+        )
     }
     learning = {
         "--output-dir": output_dir,

@@ -10,7 +10,6 @@ import typer
 from raylight.cli.options import (
     Address,
     Assignments,
-    Dtype,
     Engine,
     MaxModelLen,
     ModelName,
@@ -20,6 +19,7 @@ from raylight.cli.options import (
     Replicas,
     StartTimeout,
     apply_assignments,
+    given_options,
     import_from_here,
 )
 from raylight.types import JsonObject
@@ -60,13 +60,26 @@ def tinker(
             "importance_sampling, ppo, cispo or dro. Without it they are rejected.",
         ),
     ] = None,
-    learner_cpus: Annotated[float, typer.Option(min=0, help="CPUs of the trainer.")] = 0.5,
-    learner_gpus: Annotated[float, typer.Option(min=0, max=1, help="GPUs of the trainer.")] = 0.0,
+    learner_cpus: Annotated[
+        float | None,
+        typer.Option(
+            min=0.1,
+            help="CPUs of the trainer, which computes with as many threads; by default the cores are shared.",
+        ),
+    ] = None,
+    learner_gpus: Annotated[
+        float | None,
+        typer.Option(
+            min=0,
+            max=1,
+            help="GPUs of the trainer; by default one, or a part of one, if the cluster has some.",
+        ),
+    ] = None,
     replicas: Replicas = 1,
-    num_cpus: ReplicaCpus = 1.0,
-    num_gpus: ReplicaGpus = 0.0,
-    dtype: Precision = Dtype.float32,
-    max_model_len: MaxModelLen = 2048,
+    num_cpus: ReplicaCpus = None,
+    num_gpus: ReplicaGpus = None,
+    dtype: Precision = None,
+    max_model_len: MaxModelLen = None,
     start_timeout: StartTimeout = 600.0,
     address: Address = None,
     assignments: Assignments = None,
@@ -81,28 +94,28 @@ def tinker(
 
     import_from_here()
     settings: JsonObject = {
-        "engine": {
-            "kind": engine,
-            "replicas": replicas,
-            "num_cpus": num_cpus,
-            "num_gpus": num_gpus,
-            "dtype": dtype.value,
-            "max_model_len": max_model_len,
-            "start_timeout_s": start_timeout,
-        },
-        "tinker": {
-            "host": host,
-            "port": port,
-            "api_key": api_key,
-            "output_dir": str(output_dir),
-            "max_models": max_models,
-            "max_samplers": max_samplers,
-            "max_rank": max_rank,
-            "session_timeout_s": session_timeout,
-            "stable_reinforce": stable_reinforce,
-            "learner_cpus": learner_cpus,
-            "learner_gpus": learner_gpus,
-        },
+        "engine": given_options(
+            kind=engine,
+            replicas=replicas,
+            num_cpus=num_cpus,
+            num_gpus=num_gpus,
+            dtype=dtype,
+            max_model_len=max_model_len,
+            start_timeout_s=start_timeout,
+        ),
+        "tinker": given_options(
+            host=host,
+            port=port,
+            api_key=api_key,
+            output_dir=str(output_dir),
+            max_models=max_models,
+            max_samplers=max_samplers,
+            max_rank=max_rank,
+            session_timeout_s=session_timeout,
+            stable_reinforce=stable_reinforce,
+            learner_cpus=learner_cpus,
+            learner_gpus=learner_gpus,
+        ),
     }
     apply_assignments(assignments, settings)
     chosen = settings["engine"]

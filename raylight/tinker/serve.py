@@ -17,12 +17,12 @@ from pydantic import Field, field_validator
 from raylight._utils.bounds import MAX_PROCESSES, MAX_SECONDS
 from raylight._utils.no_proxy import LOOPBACK
 from raylight.base_config import Config
-from raylight.config import EngineConfig
+from raylight.config import EngineConfig, LearnerConfig
 from raylight.errors import ConfigError, EngineStartError, LearnerLostError
 from raylight.http.slow_clients import ImpatientProtocol
 from raylight.serving.local_endpoint import ThreadServer, listen
 from raylight.tinker.losses import SUBSTITUTES
-from raylight.trainer.cluster_fit.engine_nodes import engine_on_nodes
+from raylight.trainer.cluster_fit.hardware import ClusterFacts, count_parameters, fit_engine, share_cores
 from raylight.trainer.components.serving import Serving
 from raylight.trainer.ray_session.blocking import run_blocking
 from raylight.trainer.ray_session.cluster_monitor import component_stack, until_lost, watch_loss
@@ -58,10 +58,11 @@ class TinkerConfig(Config):
     """Highest rank of an adapter."""
     session_timeout_s: float = Field(default=300.0, gt=0, le=MAX_SECONDS)
     """Seconds without a heartbeat after which a session ends."""
-    learner_cpus: float = Field(default=0.5, ge=0, le=MAX_PROCESSES)
-    """CPUs of the trainer."""
+    learner_cpus: float = Field(default=0.5, gt=0, le=MAX_PROCESSES)
+    """CPUs of the trainer, which computes with as many threads, at least one. If not set: it shares the cores
+    with the engines."""
     learner_gpus: float = Field(default=0.0, ge=0, le=1)
-    """GPUs of the trainer."""
+    """GPUs of the trainer. If not set: a GPU, or a part of one, if the cluster has GPUs."""
     max_tokens_per_micro_batch: int = Field(default=8192, ge=1, le=2**24)
     """Tokens of one pass of the trainer, padding included; a longer example is a separate pass."""
     stable_reinforce: str | None = None
@@ -120,9 +121,39 @@ def serve_tinker(
     with listener, ray_session(address, False, engine.start_timeout_s) as connection:
         connection.announce(show, show)
         own = serving.engine.model_copy(update={"host": engine.host or "127.0.0.1"})
-        serving = with_adapters(replace(serving, engine=engine_on_nodes(engine, own), name=MODEL), config)
-        work = _serve(serving, config, name or model, key, listener, connection.owns_cluster, show)
+        serving, learner, notes = fit_trainer(
+            replace(serving, engine=own, name=MODEL), engine, config, ClusterFacts()
+        )
+        for note in notes:
+            show(note)
+        serving = with_adapters(serving, config)
+        work = _serve(serving, config, learner, name or model, key, listener, connection.owns_cluster, show)
         run_blocking(until_lost(work, "Start the command again"), watch_loss("Start the command again"))
+
+
+def fit_trainer(
+    serving: ServingSettings, requested: EngineConfig, config: TinkerConfig, facts: ClusterFacts
+) -> tuple[ServingSettings, LearnerConfig, tuple[str, ...]]:
+    """Return the settings of the engines and of the trainer for the cluster, and messages for the user.
+
+    Clients sample and train at any time, so the engines never sleep.
+
+    Args:
+        requested: the user's settings of the engine, whose kind may be "auto".
+
+    Raises:
+        ConfigError: engines and trainer do not fit on the GPUs, or a node cannot run the engine.
+    """
+    own = {"num_cpus": "learner_cpus", "num_gpus": "learner_gpus"}
+    learner = LearnerConfig(
+        **{name: getattr(config, key) for name, key in own.items() if key in config.model_fields_set}
+    )
+    awake = serving.engine.model_copy(update={"sleep_while_learning": False})
+    choice = fit_engine(facts.hardware, replace(serving, engine=awake), requested, learner)
+    engine, learner = facts.engine_on_nodes(requested, choice.engine), choice.learner or learner
+    parameters = count_parameters(Path(serving.model_path)) or 0
+    engine, learner = share_cores(facts.cores, parameters, engine, learner, overlaps=True)
+    return replace(serving, engine=engine), learner, choice.notes
 
 
 def with_adapters(serving: ServingSettings, config: TinkerConfig) -> ServingSettings:
@@ -147,6 +178,7 @@ def with_adapters(serving: ServingSettings, config: TinkerConfig) -> ServingSett
 async def _serve(
     model: ServingSettings,
     config: TinkerConfig,
+    learner: LearnerConfig,
     name: str,
     key: str | None,
     listener: socket.socket,
@@ -177,8 +209,7 @@ async def _serve(
             model.model_path,
             model.engine.dtype,
             config.max_tokens_per_micro_batch,
-            config.learner_cpus,
-            config.learner_gpus,
+            learner,
         )
         trainer = TrainerClient(actor, limit)
         stack.callback(trainer.stop)

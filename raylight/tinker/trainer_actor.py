@@ -15,6 +15,7 @@ import ray
 from ray.exceptions import OutOfMemoryError, RayActorError, RayTaskError
 
 from raylight._utils.aio import pause
+from raylight.config import LearnerConfig, cpu_threads
 from raylight.engines.protocol import LoraAdapter
 from raylight.errors import AdapterLostError, EngineStartError, LearnerLostError, summarize_ray_error
 from raylight.tinker.datums import Batch
@@ -63,16 +64,14 @@ class TrainerActor:
         return self._calls.call(number, method, *args)
 
 
-def start_trainer(
-    namespace: str, model_path: str, dtype: str, max_tokens: int, num_cpus: float, num_gpus: float
-) -> Any:
+def start_trainer(namespace: str, model_path: str, dtype: str, max_tokens: int, config: LearnerConfig) -> Any:
     """Start the actor; return its handle."""
     remote: Any = ray.remote  # its type stubs lack concurrency groups
     options = {"name": TRAINER_NAME, "namespace": namespace, "max_restarts": MAX_RESTARTS}
     return (
         remote(concurrency_groups={LIVENESS_GROUP: 1, END_GROUP: 1})(TrainerActor)
-        .options(num_cpus=num_cpus, num_gpus=num_gpus, **options)
-        .remote(model_path, dtype, max_tokens, max(1, round(num_cpus)))
+        .options(num_cpus=config.num_cpus, num_gpus=config.num_gpus, **options)
+        .remote(model_path, dtype, max_tokens, cpu_threads(config))
     )
 
 

@@ -16,10 +16,10 @@ from raylight.rewards.group import GroupReward
 from raylight.trainer.cluster_fit.cluster_shape import ClusterShape, this_machine
 from raylight.trainer.cluster_fit.hardware import (
     ClusterFacts,
-    Hardware,
     PlannedFacts,
     at_once,
     count_parameters,
+    engine_on_cores,
     fit_engine,
     learner_alone,
     learner_on_cores,
@@ -81,12 +81,28 @@ def fit_served(
         ConfigError: the engine does not fit on the GPUs, or a node cannot run it.
     """
     settings = replace(settings, reward_models=tuple(map(on_hardware, settings.reward_models)))
-    serving = settings.serving
+    serving, notes = fit_fixed(settings.serving, requested, facts, _taken_gpus(settings))
+    return replace(settings, serving=serving), notes
+
+
+def fit_fixed(
+    serving: ServingSettings, requested: EngineConfig, facts: ClusterFacts, taken: float = 0
+) -> tuple[ServingSettings, tuple[str, ...]]:
+    """Return the settings of a model that nothing trains, for the cluster, and messages for the user.
+
+    Args:
+        requested: the user's settings of the engine, whose kind may be "auto".
+        taken: number of GPUs that other models take.
+
+    Raises:
+        ConfigError: as for `fit_served`.
+    """
     if serving.engine.kind == "upstream":
-        return settings, ()
-    choice = fit_engine(_free_hardware(settings, facts), serving, requested)
+        return serving, ()
+    choice = fit_engine(facts.hardware.without(taken), serving, requested)
     engine = facts.engine_on_nodes(requested, choice.engine)
-    return replace(settings, serving=replace(serving, engine=engine)), choice.notes
+    parameters = count_parameters(Path(serving.model_path)) or 0
+    return replace(serving, engine=engine_on_cores(facts.cores, parameters, engine)), choice.notes
 
 
 def fit_trained(
@@ -136,7 +152,8 @@ def fit_hardware(
     """Return the settings with engine, learners and runners for the cluster's nodes, and messages for the
     user."""
     training, runner = settings.training, settings.runner
-    choice = fit_engine(_free_hardware(settings, facts), settings.serving, requested, training)
+    hardware, policy = facts.hardware.without(_taken_gpus(settings)), training.algorithm.policy_settings()
+    choice = fit_engine(hardware, settings.serving, requested, training.learner, policy)
     engine = choice.engine
     if engine.num_gpus:
         rollouts = training.algorithm.tasks_per_step * training.algorithm.group_size
@@ -223,9 +240,9 @@ def _planned_engine(engine: EngineConfig, cluster: ClusterShape) -> str:
     return choose_engine(engine.model_copy(update={"num_gpus": 1}) if cluster.gpus else engine)
 
 
-def _free_hardware(settings: ServedSettings, facts: ClusterFacts) -> Hardware:
-    """Return the hardware that no teacher or reward model takes."""
-    return facts.hardware.without(sum(asked_gpus(model.engine) for model in settings.scoring_models))
+def _taken_gpus(settings: ServedSettings) -> float:
+    """Return the number of GPUs that teachers and reward models take."""
+    return sum(asked_gpus(model.engine) for model in settings.scoring_models)
 
 
 def _with_parts(settings: TrainedSettings, engine: EngineConfig, learner: LearnerConfig) -> TrainedSettings:

@@ -22,7 +22,7 @@ from raylight.experience.settings.policy_settings import PolicySettings
 from raylight.learner.model.packing import PACKED_VISION_MODELS, can_pack, keeps_state
 from raylight.trainer.cluster_fit.cluster_shape import ClusterShape, this_machine
 from raylight.trainer.cluster_fit.engine_nodes import ask_nodes, check_image_scaling, engine_on_nodes
-from raylight.trainer.spec.settings import ServingSettings, TrainingSettings
+from raylight.trainer.spec.settings import ServingSettings
 from raylight.types import JsonObject
 
 SHARES = (0.6, 0.4)
@@ -91,14 +91,15 @@ def fit_engine(
     hardware: Hardware,
     serving: ServingSettings,
     requested: EngineConfig,
-    training: TrainingSettings | None = None,
+    learner: LearnerConfig | None = None,
+    policy: PolicySettings | None = None,
 ) -> HardwareChoice:
     """Return the settings of a served model's engine, and of the learners that train it, for the hardware.
 
     Args:
         hardware: the part of the cluster that no teacher or reward model takes.
         requested: the user's settings of the engine, whose kind may be "auto".
-        training: None for a fixed model.
+        learner, policy: None for a fixed model.
 
     Raises:
         ConfigError: learners and engines do not fit on the GPUs.
@@ -106,16 +107,11 @@ def fit_engine(
     own_kind = serving.engine.kind
     on_gpu = requested.model_copy(update={"num_gpus": 1})
     kind = choose_engine(on_gpu) if requested.kind == "auto" and hardware.gpus else own_kind
-    learner = None if training is None else training.learner
     choice = choose(
         hardware,
         serving.engine.model_copy(update={"kind": kind}),
         learner if learner is not None and learner.kind == "ranks" else None,
-        workload(
-            Path(serving.model_path),
-            None if training is None else training.algorithm.policy_settings(),
-            learner,
-        ),
+        workload(Path(serving.model_path), policy, learner),
     )
     if choice.engine.num_gpus:
         return choice
@@ -180,22 +176,33 @@ def share_cores(
         parameters: number of the model's.
         overlaps: engines sample while the learners update.
     """
-    samples = engine.kind in ("transformers", "vllm") and not engine.num_gpus
-    replicas = most_workers(engine) * samples
+    replicas = most_workers(engine) * _computes_on_cpus(engine)
     ranks = learner.n * (learner.kind == "ranks" and not learner.num_gpus)
     learner = learner_on_cores(cores, parameters, learner, replicas * overlaps)
-    if samples and parameters >= THREADED_PARAMETERS and "num_cpus" not in engine.model_fields_set:
-        engine = _with_defaults(engine, num_threads=max(cores // (replicas + ranks * overlaps), 1))
-    return engine, learner
+    return engine_on_cores(cores, parameters, engine, ranks * overlaps), learner
 
 
-def learner_on_cores(cores: int, parameters: int, learner: LearnerConfig, others: int = 0) -> LearnerConfig:
-    """Return the settings of learners with the threads of each rank that computes on CPUs.
+def _computes_on_cpus(engine: EngineConfig) -> bool:
+    return engine.kind in ("transformers", "vllm") and not engine.num_gpus
+
+
+def engine_on_cores(cores: int, parameters: int, engine: EngineConfig, others: int = 0) -> EngineConfig:
+    """Return the settings of an engine with the threads of each process that computes on CPUs.
 
     Args:
         cores, parameters: as for `share_cores`.
-        others: processes that compute at the same time.
+        others: further processes that compute at the same time.
     """
+    if not _computes_on_cpus(engine) or parameters < THREADED_PARAMETERS:
+        return engine
+    if "num_cpus" in engine.model_fields_set:
+        return engine
+    return _with_defaults(engine, num_threads=max(cores // (most_workers(engine) + others), 1))
+
+
+def learner_on_cores(cores: int, parameters: int, learner: LearnerConfig, others: int = 0) -> LearnerConfig:
+    """Return the settings of learners with the threads of each rank that computes on CPUs; as
+    `engine_on_cores`."""
     if learner.kind != "ranks" or learner.num_gpus or parameters < THREADED_PARAMETERS:
         return learner
     if "num_cpus" in learner.model_fields_set:

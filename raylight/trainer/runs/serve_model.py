@@ -10,7 +10,8 @@ from dataclasses import replace
 from raylight._utils.no_proxy import LOOPBACK
 from raylight.config import EngineConfig
 from raylight.engines.model_report import report_model
-from raylight.trainer.cluster_fit.engine_nodes import engine_on_nodes
+from raylight.trainer.cluster_fit.cluster_settings import fit_fixed
+from raylight.trainer.cluster_fit.hardware import ClusterFacts
 from raylight.trainer.components.serving import Serving
 from raylight.trainer.ray_session.blocking import run_blocking
 from raylight.trainer.ray_session.cluster_monitor import component_stack, until_lost, watch_loss
@@ -54,8 +55,10 @@ def serve_model(
     # the route / if no other application has it
     with ray_session(address, False, config.start_timeout_s) as connection:
         connection.announce(show, show)
-        engine = engine_on_nodes(config, engine)
         serving = replace(serving, engine=engine, name=name or default_name, route="/")
+        serving, notes = fit_fixed(serving, config, ClusterFacts())
+        for note in notes:
+            show(note)
         work = _serve(serving, api_key, seed, connection.owns_cluster, show)
         run_blocking(until_lost(work, "Start the command again"), watch_loss("Start the command again"))
 

@@ -12,11 +12,14 @@ from typer.testing import CliRunner
 import raylight as rl
 from raylight import cli
 from raylight.cli.commands import _adapters
+from raylight.config import EngineConfig
 from raylight.errors import ConfigError
 from raylight.quickstart import STARTER_MODEL
 
 FILES_ONLY = {"ui", "plan", "trace", "export", "export-traces", "grafana", "examples"}
 """Commands that read files and use no cluster."""
+HARDWARE_SETTINGS = ("dtype", "max_model_len", "num_cpus", "num_gpus")
+"""Settings of engines whose defaults follow the cluster."""
 
 
 class Constructed(Exception):
@@ -70,6 +73,24 @@ def test_the_address_arrives(tmp_path: Path, addresses: list[Any], address: str 
         result = CliRunner().invoke(cli.app, [*command, *(["--address", address] if address else [])])
         assert isinstance(result.exception, Constructed), (command, result.output, result.exception)
     assert addresses == [address] * len(commands)
+
+
+@pytest.mark.parametrize("command", ["serve", "tinker"])
+@pytest.mark.parametrize(
+    ("options", "expected"), [("", {}), ("--num-gpus 0 --dtype float16", {"dtype": "float16", "num_gpus": 0})]
+)
+def test_a_server_has_the_engine_that_was_asked_for(
+    monkeypatch: pytest.MonkeyPatch, command: str, options: str, expected: Any
+) -> None:
+    """What was not given follows the cluster."""
+    engines: list[EngineConfig] = []
+    take = lambda model, engine, *args, **settings: engines.append(engine)  # noqa: E731
+    monkeypatch.setattr("raylight.trainer.runs.serve_model.serve_model", take)
+    monkeypatch.setattr("raylight.tinker.serve.serve_tinker", take)
+    result = CliRunner().invoke(cli.app, [command, "--model", "m", *options.split()])
+    assert result.exit_code == 0, result.exception
+    given = engines[0].model_dump(exclude_unset=True)
+    assert {name: given[name] for name in HARDWARE_SETTINGS if name in given} == expected
 
 
 def test_an_interrupted_run_ends_with_the_code_of_an_interrupt(

@@ -14,7 +14,7 @@ import raylight as rl
 from raylight.algorithms.teacher import TeacherConfig
 from raylight.config import EngineConfig, LearnerConfig, RunnerConfig
 from raylight.errors import ConfigError
-from raylight.trainer.cluster_fit import hardware
+from raylight.trainer.cluster_fit import cluster_settings, hardware
 from raylight.trainer.cluster_fit.cluster_settings import fit_hardware, fit_served
 from raylight.trainer.cluster_fit.cluster_shape import NodeShape
 from raylight.trainer.cluster_fit.hardware import (
@@ -424,3 +424,25 @@ def test_learners_and_engines_take_turns_on_all_cores_or_share_them(
     configs = EngineConfig(**{"kind": "transformers"} | engine), LearnerConfig(**learner)
     found = share_cores(8, int(parameters), *configs, overlaps)
     assert tuple(config.num_threads for config in found) == expected
+
+
+@pytest.mark.parametrize(
+    ("gpus", "kind", "given", "expected"),
+    [
+        (0, "transformers", {}, {"num_threads": 2}),
+        (0, "transformers", {"num_cpus": 2}, {}),
+        (0, "transformers", {"replicas": 2}, {"num_threads": 1}),
+        (2, "vllm", {}, {"num_gpus": 1} | ENGINE_ON_GPU),
+        (2, "vllm", {"num_gpus": 0}, {"num_threads": 2}),
+    ],
+)
+def test_a_fixed_model_has_a_gpu_or_all_cores(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, gpus: int, kind: str, given: Any, expected: Any
+) -> None:
+    """So do `raylight serve`, `raylight eval` and prompt optimisation."""
+    (tmp_path / "config.json").write_text(json.dumps({"max_position_embeddings": CONTEXT}))
+    monkeypatch.setattr(cluster_settings, "count_parameters", lambda folder: 135_000_000)
+    engine = EngineConfig(kind=kind, **given)
+    settings = served_settings(str(tmp_path), engine)
+    found, _ = fit_served(settings, engine, KnownFacts(gpus))
+    assert changed(engine, found.serving.engine) == expected
