@@ -11,7 +11,7 @@ import secrets
 from collections.abc import Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 
@@ -55,7 +55,7 @@ class Sample:
     index: int
     """Index of the choice in the response."""
     prompt_ids: IntArray
-    sampling: Mapping[str, Any]
+    sampling: Mapping[str, object]
     """Sampling parameters: `temperature`, and all others that were requested (top_p, top_k, seed, ...)."""
     images: tuple[PlacedImage, ...] = ()
     """Images of the prompt."""

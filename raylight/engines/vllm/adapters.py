@@ -14,10 +14,10 @@ from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 from http import HTTPStatus
 from pathlib import Path
-from typing import Any
 
 from vllm.exceptions import GracefulHTTPError
 from vllm.lora.request import LoRARequest
+from vllm.v1.engine.async_llm import AsyncLLM
 
 from raylight.engines.protocol import LoraAdapter, UpdateMode
 from raylight.engines.vllm.adapter_files import MODEL, TEXT_PART, AdapterFiles
@@ -53,7 +53,7 @@ class VllmAdapters:
         client: an `AsyncLLM`. Its `generate` is replaced, to track the requests of each adapter.
     """
 
-    def __init__(self, client: Any, capture: Capture) -> None:
+    def __init__(self, client: AsyncLLM, capture: Capture) -> None:
         self.served: dict[str, LoRARequest] = {}
         """Model name -> adapter under this name; vLLM's application looks names up here."""
         self._client, self._capture, self._files = client, capture, AdapterFiles()

@@ -68,7 +68,7 @@ logger = logging.getLogger(__name__)
 RANK_REMEDY = "lower learner.lora.rank or engine.args.max_lora_rank, or set learner.lora.serve='merged'"
 
 
-def workers_per_replica(args: Mapping[str, Any]) -> int:
+def workers_per_replica(args: JsonObject) -> int:
     """Return the workers of a replica, each with a part of the model.
 
     Args:
@@ -77,7 +77,7 @@ def workers_per_replica(args: Mapping[str, Any]) -> int:
     return int(args.get("tensor_parallel_size", 1)) * int(args.get("pipeline_parallel_size", 1))
 
 
-def runs_in_core(args: Mapping[str, Any]) -> bool:
+def runs_in_core(args: JsonObject) -> bool:
     """Return True if a replica's only worker on a GPU runs in the process of vLLM's engine core.
 
     Args:
@@ -143,7 +143,7 @@ def check_args(args: Mapping[str, object]) -> None:
 
 def vllm_args(
     path: str,
-    args: Mapping[str, Any],
+    args: JsonObject,
     *,
     dtype: str,
     max_model_len: int,
@@ -191,8 +191,8 @@ def vllm_args(
         defaults["enforce_eager"] = True  # compilation takes minutes on a CPU
     if max_adapters:
         defaults |= LORA_DEFAULTS | {"max_loras": 2 * max_adapters}  # two versions of each may be in use
-        rank = args.get("max_lora_rank", defaults["max_lora_rank"])
-        args = {**args, "max_lora_rank": rank_limit(rank, RANK_REMEDY)}
+        rank = rank_limit(int((defaults | args)["max_lora_rank"]), RANK_REMEDY)
+        args = {**args, "max_lora_rank": rank}
     if style.vllm_tools:
         defaults |= {"tool_call_parser": style.vllm_tools, "enable_auto_tool_choice": True}
     elif style.takes_tools and "tool_call_parser" not in args:

@@ -26,7 +26,7 @@ def check_connectors(config: object) -> None:
         EngineStartError: a connector cannot be emptied.
     """
     for single in _single_configs(config):
-        connector: Any = KVConnectorFactory.get_connector_class(single)
+        connector = KVConnectorFactory.get_connector_class(single)
         if connector.reset_cache is KVConnectorBase_V1.reset_cache:
             raise EngineStartError(
                 f"engine.args: the connector {single.kv_connector} of kv_transfer_config cannot be emptied, "

@@ -9,14 +9,17 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-from collections.abc import Mapping
-from typing import Any, Self
+from collections.abc import Callable, Mapping
+from typing import Self
 
 import numpy as np
 from vllm.exceptions import VLLMValidationError
 from vllm.sampling_params import SamplingParams
-from vllm.v1.engine import EngineCoreOutput, FinishReason
+from vllm.v1.engine import EngineCoreOutput, EngineCoreRequest, FinishReason
+from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.logprobs import LogprobsProcessor
+from vllm.v1.engine.output_processor import RequestState
+from vllm.v1.engine.parallel_sampling import ParentRequest
 
 from raylight.engines.capture_context import CONSTRAINED, CURRENT, CaptureContext, Sample
 from raylight.engines.vllm.args import SCHEDULER
@@ -56,7 +59,7 @@ class Capture:
         client: an `AsyncLLM` whose event loop has not run since it was made.
     """
 
-    def __init__(self, client: Any) -> None:
+    def __init__(self, client: AsyncLLM) -> None:
         self.version = 0
         """Version of the current weights."""
         self.adapter_versions: dict[int, int] = {}
@@ -68,7 +71,7 @@ class Capture:
         config = client.vllm_config
         self._forbids_white_space: bool = config.structured_outputs_config.disable_any_whitespace
         self._gets_numbers = config.scheduler_config.scheduler_cls == SCHEDULER
-        self._states: dict[str, Any] = client.output_processor.request_states
+        self._states: dict[str, RequestState] = client.output_processor.request_states
         self._queue: asyncio.Queue[object] = client.engine_core.outputs_queue
         self._add_request, client.output_processor.add_request = (
             client.output_processor.add_request,
@@ -104,7 +107,12 @@ class Capture:
         return output
 
     def _record(
-        self, request: Any, prompt: str | None, parent: Any = None, index: int = 0, queue: Any = None
+        self,
+        request: EngineCoreRequest,
+        prompt: str | None,
+        parent: ParentRequest | None = None,
+        index: int = 0,
+        queue: object = None,
     ) -> None:
         """Add one choice of a request to vLLM; record it if there is a current capture context."""
         capture, params = CURRENT.get(), request.sampling_params
@@ -219,19 +227,19 @@ class RecordingLogprobs(LogprobsProcessor):
             super()._update_sample_logprobs(logprobs_lists)
 
 
-def _wrap_output(state: Any, sample: Sample) -> Any:
+def _wrap_output(state: RequestState, sample: Sample) -> Callable[..., object]:
     """Wrap a request state's `make_request_output`, which alone receives the final finish reason. An answer
     has neither routes nor the emptied field in which the log-probs came."""
     make_output = state.make_request_output
 
     def make_request_output(
-        new_token_ids: Any,
-        pooling_output: Any,
+        new_token_ids: object,
+        pooling_output: object,
         finish_reason: FinishReason | None,
-        stop_reason: Any,
-        kv_transfer_params: dict[str, Any] | None,
-        ec_transfer_params: dict[str, Any] | None,
-    ) -> Any:
+        stop_reason: object,
+        kv_transfer_params: object,
+        ec_transfer_params: object,
+    ) -> object:
         if finish_reason is not None:
             sample.finish_reason = FINISH.get(finish_reason, "aborted")
         state.routed_experts_chunks.clear()
@@ -252,7 +260,7 @@ def prompt_index(capture: CaptureContext, request_id: str) -> int:
     return int(request_id.rpartition("-")[2]) if capture.dialect == "completions" else 0
 
 
-def sampling_record(params: SamplingParams) -> Mapping[str, Any]:
+def sampling_record(params: SamplingParams) -> Mapping[str, object]:
     """Return the parameters that shaped the sampling distribution."""
     record = {name: getattr(params, name) for name in ALWAYS_RECORDED}
     if params.structured_outputs is not None or params.allowed_token_ids:

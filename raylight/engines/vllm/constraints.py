@@ -68,7 +68,7 @@ def limit_json(params: SamplingParams) -> None:
     outputs.structural_tag = json.dumps({"type": "structural_tag", "format": limit_white_space(structure)})
 
 
-def read_columns(logprobs: np.ndarray[Any, Any]) -> tuple[list[float], list[int]]:
+def read_columns(logprobs: np.ndarray) -> tuple[list[float], list[int]]:
     """Return the policy's log-probs and the counts of allowed tokens from a constrained request's log-probs.
 
     Args:
@@ -215,7 +215,7 @@ class CandidateRecorder:
         sampler = runner.sampler
         self._gather, sampler.gather_logprobs = sampler.gather_logprobs, self._read
 
-    def _add_candidates(self, grammar_output: Any) -> Any:
+    def _add_candidates(self, grammar_output: object) -> object:
         """Sample as vLLM does, and add the candidates to the output."""
         rows = [row for row, name in enumerate(self._runner.input_batch.req_ids) if self._is_asked(name)]
         count, self._rows = len(self._runner.input_batch.req_ids), rows

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Coroutine
-from typing import Any
 
 from raylight.errors import WeightSyncError
 
@@ -23,10 +22,10 @@ class CoreWatch:
     """
 
     def __init__(
-        self, call: Callable[[], Coroutine[Any, Any, object]], timeout_s: float = CORE_TIMEOUT_S
+        self, call: Callable[[], Coroutine[object, object, object]], timeout_s: float = CORE_TIMEOUT_S
     ) -> None:
         self._call, self._timeout_s = call, timeout_s
-        self._waiting: asyncio.Task[Any] | None = None
+        self._waiting: asyncio.Task[object] | None = None
         self._called = 0.0
 
     def check(self) -> None:

@@ -8,7 +8,6 @@ import pickle
 import uuid
 from collections.abc import Awaitable, Callable, Mapping
 from http import HTTPStatus
-from typing import Any
 
 import numpy as np
 from fastapi import FastAPI, HTTPException
@@ -16,7 +15,9 @@ from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
 from vllm.exceptions import GracefulHTTPError
 from vllm.inputs import tokens_input
+from vllm.logprobs import Logprob
 from vllm.sampling_params import RequestOutputKind, SamplingParams
+from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.metrics.loggers import AggregateStatLoggerBase
 from vllm.v1.metrics.stats import IterationStats, SchedulerStats
 
@@ -57,7 +58,7 @@ class VllmEngine:
         model: name under which the model is served.
     """
 
-    def __init__(self, client: Any, build_app: Callable[[], Awaitable[FastAPI]], model: str) -> None:
+    def __init__(self, client: AsyncLLM, build_app: Callable[[], Awaitable[FastAPI]], model: str) -> None:
         self.model = model
         self.tokenizer = client.get_tokenizer()
         self.max_model_len: int | None = client.model_config.max_model_len
@@ -232,7 +233,7 @@ class VllmEngine:
 
     async def _prompt_logprobs(
         self, ids: list[int], k: int, adapter: str | None, temperature: float
-    ) -> list[dict[int, Any]]:
+    ) -> list[dict[int, Logprob]]:
         """Return vLLM's log-probs in the place of each of `ids[1:]`, by token: of the k most probable
         ones and of the id itself."""
         if not 2 <= len(ids) < (self.max_model_len or 0):
@@ -309,7 +310,7 @@ class VllmEngine:
             self._paused = False
             await self._client.engine_core.resume_scheduler_async()
 
-    async def _transfer(self, phase: str, *args: Any) -> None:
+    async def _transfer(self, phase: str, *args: object) -> None:
         """Have every worker execute a phase of a weight transfer.
 
         The arguments are pickled here: vLLM's own messages cannot contain the handles of GPU memory of the
@@ -334,7 +335,7 @@ class LoadStats(AggregateStatLoggerBase):
         client: an `AsyncLLM`.
     """
 
-    def __init__(self, client: Any) -> None:
+    def __init__(self, client: AsyncLLM) -> None:
         self._cache = client.vllm_config.cache_config
         self._requests: dict[str, object] = client.output_processor.request_states
         self._cores: dict[int, SchedulerStats] = {}
@@ -346,7 +347,7 @@ class LoadStats(AggregateStatLoggerBase):
         self,
         scheduler_stats: SchedulerStats | None,
         iteration_stats: IterationStats | None,
-        mm_cache_stats: Any = None,
+        mm_cache_stats: object = None,
         engine_idx: int = 0,
     ) -> None:
         if scheduler_stats is not None:

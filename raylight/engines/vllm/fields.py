@@ -7,6 +7,7 @@ import logging
 from collections.abc import Mapping
 from typing import Any
 
+from pydantic import BaseModel
 from starlette.types import ASGIApp, Receive, Scope, Send
 from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
 from vllm.entrypoints.openai.completion.protocol import CompletionRequest
@@ -23,7 +24,7 @@ from raylight.types.request_fields import LABELS, log_dropped
 logger = logging.getLogger(__name__)
 
 
-def _field_names(model: Any) -> frozenset[str]:
+def _field_names(model: type[BaseModel]) -> frozenset[str]:
     aliases = (field.alias for field in model.model_fields.values())
     return LABELS | {"modalities"} | model.model_fields.keys() | {alias for alias in aliases if alias}
 

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from contextvars import ContextVar
 from typing import Any, NamedTuple
 
 from vllm.exceptions import VLLMValidationError
+from vllm.v1.engine import EngineCoreRequest
+from vllm.v1.engine.async_llm import AsyncLLM
 
 from raylight.engines.protocol import PROMPT_IDS
 from raylight.errors import ImageError
 from raylight.http.errors import RequestError
 from raylight.images.image import read_data_url
 from raylight.images.messages import image_urls
+from raylight.types import JsonObject
 from raylight.types.images import PlacedImage
 
 PROMPT_FIELD = "kv_transfer_params"
@@ -35,7 +38,7 @@ _SHOWN: ContextVar[RequestImages | None] = ContextVar("raylight_vllm_images", de
 """Images of the running task's request."""
 
 
-async def take_images(body: Mapping[str, Any]) -> dict[str, object]:
+async def take_images(body: JsonObject) -> dict[str, object]:
     """Note the images of a chat request for the running task.
 
     Returns:
@@ -69,7 +72,7 @@ def _read_digests(urls: Iterable[tuple[str, str]]) -> list[str]:
     return digests
 
 
-def place_images(request: Any) -> tuple[PlacedImage, ...]:
+def place_images(request: EngineCoreRequest) -> tuple[PlacedImage, ...]:
     """Return the places of images in the prompt of the running task's request.
 
     Args:
@@ -95,14 +98,14 @@ class ImagePrompts:
         client: an `AsyncLLM`.
     """
 
-    def __init__(self, client: Any) -> None:
+    def __init__(self, client: AsyncLLM) -> None:
         renderer = client.renderer
         self._process, renderer._process_tokens_async = renderer._process_tokens_async, self._process_prompt
         for processor in (renderer.mm_processor, renderer._readonly_mm_processor):
             if processor is not None:
                 processor._maybe_apply_prompt_updates = _keep_expanded(processor)
 
-    async def _process_prompt(self, prompt: Any, **more: Any) -> object:
+    async def _process_prompt(self, prompt: JsonObject, **more: object) -> object:
         shown = _SHOWN.get()
         ids = shown.prompt_ids if shown is not None else None
         if ids is None or not prompt.get("multi_modal_data"):
@@ -121,7 +124,7 @@ def _keep_expanded(processor: Any) -> object:
     apply = processor._maybe_apply_prompt_updates
 
     def apply_unless_expanded(
-        mm_items: Any, prompt_ids: Any, mm_kwargs: object, mm_prompt_updates: Any
+        mm_items: Any, prompt_ids: list[int], mm_kwargs: object, mm_prompt_updates: object
     ) -> object:
         counts = mm_items.get_all_counts()
         found = processor._find_mm_placeholders(prompt_ids, mm_prompt_updates)

@@ -27,7 +27,7 @@ class PromptTemperatures:
         self._normalise, sampler.compute_logprobs = sampler.compute_logprobs, self._scale
 
     def _compute_each(self, hidden_states: torch.Tensor, scheduled: dict[str, int]) -> dict[str, object]:
-        runner, found = self._runner, dict[str, Any]()
+        runner, found = self._runner, dict[str, object]()
         pending: dict[str, int] = runner.num_prompt_logprobs
         by_temperature: dict[float, dict[str, int]] = {}
         for request_id, count in pending.items():

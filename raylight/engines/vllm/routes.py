@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-from typing import Any
 
 
 def capture_routes_on_cpu() -> None:
@@ -23,7 +22,7 @@ def capture_routes_on_cpu() -> None:
         return
 
     @functools.wraps(choose)
-    def select_experts(self: Any, *args: Any) -> Any:
+    def select_experts(self: Experts, *args: object) -> tuple[object, object]:
         weights, chosen = choose(self, *args)
         if self.routing_replay_capture_fn is not None:
             self.routing_replay_capture_fn(chosen)

@@ -7,12 +7,14 @@ to decode them as for all else that it does with a token: an engine that samples
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
 
 import numpy as np
+from vllm.config import VllmConfig
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
-from vllm.v1.outputs import LogprobsLists
+from vllm.v1.engine import EngineCoreOutput
+from vllm.v1.outputs import LogprobsLists, ModelRunnerOutput
+from vllm.v1.request import Request
 
 RECORDED = "raylight_recorded"
 """Key in the `extra_args` of a request that needs log-probs of the sampled tokens only."""
@@ -23,7 +25,7 @@ CANDIDATES = "raylight_candidates"
 sizes and values, as bytes of `TokenSets`."""
 
 
-def recording_scheduler(*, vllm_config: Any, **parts: object) -> Scheduler:
+def recording_scheduler(*, vllm_config: VllmConfig, **parts: object) -> Scheduler:
     """Make the scheduler that vLLM would make, with plain log-probs of recorded requests."""
     base = AsyncScheduler if vllm_config.scheduler_config.async_scheduling else Scheduler
     made: Scheduler = type("RecordingScheduler", (PlainLogprobs, base), {})(vllm_config=vllm_config, **parts)
@@ -34,9 +36,9 @@ def recording_scheduler(*, vllm_config: Any, **parts: object) -> Scheduler:
 class PlainLogprobs:
     """Mixin of a scheduler."""
 
-    requests: dict[str, Any]
+    requests: dict[str, Request]
 
-    def update_from_output(self, scheduler_output: object, model_runner_output: Any) -> object:
+    def update_from_output(self, scheduler_output: object, model_runner_output: ModelRunnerOutput) -> object:
         found = model_runner_output.logprobs
         if found is None:  # and no candidates, which are read with the log-probs
             return super().update_from_output(scheduler_output, model_runner_output)  # type: ignore[misc]
@@ -67,7 +69,7 @@ class StepLogprobs:
         return self._sampled[start : start + tokens]
 
 
-def move_logprobs(outputs: list[Any]) -> None:
+def move_logprobs(outputs: list[EngineCoreOutput]) -> None:
     """Move plain log-probs and candidates to where vLLM's messages have room for them."""
     for output in outputs:
         found, output.new_sampling_mask = output.new_sampling_mask, None  # an answer would have it
@@ -80,6 +82,6 @@ def move_logprobs(outputs: list[Any]) -> None:
             output.new_logprobs = None
 
 
-def _is_recorded(request: Any) -> bool:
+def _is_recorded(request: Request | None) -> bool:
     params = None if request is None else request.sampling_params
     return params is not None and params.extra_args is not None and RECORDED in params.extra_args

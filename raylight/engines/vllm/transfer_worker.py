@@ -7,9 +7,8 @@ from __future__ import annotations
 
 import pickle
 from dataclasses import asdict, dataclass
-from typing import Any
 
-from vllm.config import set_current_vllm_config
+from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.distributed.weight_transfer.base import (
     WeightTransferEngine,
     WeightTransferInitInfo,
@@ -33,8 +32,8 @@ LOST, FAILED = "lost", "failed"
 class TransferWorkerExtension(WorkerExtension):
     """Mixin of vLLM's worker class. Its methods are called through `collective_rpc`."""
 
-    vllm_config: Any
-    weight_transfer_engine: Any
+    vllm_config: VllmConfig
+    weight_transfer_engine: WeightTransferEngine
     _weight_update_active: bool
 
     def raylight_transfer(self, phase: str, args: bytes) -> tuple[str, str] | None:
@@ -96,7 +95,7 @@ class GlooWeightTransferEngine(WeightTransferEngine[GlooInitInfo, GlooUpdateInfo
     init_info_cls = GlooInitInfo
     update_info_cls = GlooUpdateInfo
 
-    def __init__(self, *args: Any) -> None:
+    def __init__(self, *args: object) -> None:
         super().__init__(*args)
         self._receiver = GlooReceiver()
 

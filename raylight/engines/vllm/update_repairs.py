@@ -26,7 +26,7 @@ def repair_expert_updates() -> None:
         return
 
     @functools.wraps(original)
-    def setup_kernel(self: Any, layer: Any, w13: object, w2: object) -> None:
+    def setup_kernel(self: UnquantizedFusedMoEMethod, layer: object, w13: object, w2: object) -> None:
         is_update = self.moe_kernel is not None
         original(self, layer, w13, w2)
         if is_update:
@@ -53,7 +53,7 @@ def load_tied_output(model: Any) -> None:
     def load_weights(weights: Iterable[tuple[str, object]]) -> object:
         output: list[object] = []
 
-        def others() -> Iterator[tuple[str, Any]]:
+        def others() -> Iterator[tuple[str, object]]:
             for name, tensor in weights:
                 if name.split(".")[-2:] == [OUTPUT_LAYER, "weight"]:
                     output.append(tensor)
