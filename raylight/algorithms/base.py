@@ -89,7 +89,7 @@ class Algorithm(BaseAlgorithm):
     """File in the run directory from which `run` can resume (`Trainer.fit(resume=...)`); None if it
     cannot."""
 
-    _trainer: weakref.ReferenceType[Any] | None = None
+    _trainer: weakref.ReferenceType[object] | None = None
     _store: StoreClient | None = None
     _adapter: TraceAdapter[Any] | None = None
     _llm_proxy: Any = None
@@ -108,14 +108,14 @@ class Algorithm(BaseAlgorithm):
         """
         raise NotImplementedError(f"{type(self).__name__} must define run(train_dataset, val_dataset)")
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *args: object, **kwargs: object) -> Any:
         return self.run(*args, **kwargs)
 
     def is_async(self) -> bool:
         """Return True if `run` is a coroutine function."""
         return inspect.iscoroutinefunction(self.run)
 
-    def set_trainer(self, trainer: Any) -> None:
+    def set_trainer(self, trainer: object) -> None:
         """Set the trainer, which is referenced weakly because it owns the algorithm."""
         self._trainer = weakref.ref(trainer)
 
@@ -163,7 +163,7 @@ class Algorithm(BaseAlgorithm):
             raise self._missing("adapter")
         return self._adapter
 
-    def set_llm_proxy(self, llm_proxy: Any) -> None:
+    def set_llm_proxy(self, llm_proxy: object) -> None:
         """Set the proxy that serves the model to agents, or None."""
         self._llm_proxy = llm_proxy
 
@@ -201,7 +201,7 @@ class Algorithm(BaseAlgorithm):
         """Return the settings for `config.yaml` in the run directory."""
         return {}
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __getstate__(self) -> dict[str, object]:
         """Return everything but the trainer and the run context, which stay in their process."""
         return {
             name: value for name, value in self.__dict__.items() if name not in ("_trainer", "_run_context")

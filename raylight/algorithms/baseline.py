@@ -8,7 +8,7 @@ import textwrap
 from collections import Counter, deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Literal
 
 from pydantic import Field
 from rich.console import Console
@@ -99,7 +99,7 @@ class Baseline(FastAlgorithm):
     def n_epochs(self, n_epochs: int) -> None:
         self.settings = BaselineSettings(**self.settings.model_dump() | {"n_epochs": n_epochs})
 
-    async def run(self, train_dataset: Any = None, val_dataset: Any = None) -> None:
+    async def run(self, train_dataset: object = None, val_dataset: object = None) -> None:
         """Run every sample `n_epochs` times.
 
         Raises:

@@ -44,7 +44,7 @@ class FunctionalAlgorithm(Algorithm):
     def is_async(self) -> bool:
         return self._async
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *args: object, **kwargs: object) -> Any:
         """Call the undecorated function."""
         return self._function(*args, **kwargs)
 
@@ -65,7 +65,7 @@ class FunctionalAlgorithm(Algorithm):
         returned = self._function(**self._arguments(datasets))
         return returned if inspect.isawaitable(returned) else None
 
-    def _arguments(self, datasets: dict[str, Any]) -> dict[str, Any]:
+    def _arguments(self, datasets: dict[str, object]) -> dict[str, object]:
         values = {
             "store": self._store,
             "adapter": self._adapter,

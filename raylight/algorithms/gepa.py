@@ -138,7 +138,7 @@ class GEPA(PromptSearch[GepaSettings]):
         text = self.result["candidates"][self.result["best"]]["text"]
         return self._seed_prompt.model_copy(update={"template": text})
 
-    async def run(self, train_dataset: Any = None, val_dataset: Any = None) -> None:
+    async def run(self, train_dataset: object = None, val_dataset: object = None) -> None:
         """Search for a better prompt.
 
         Raises:
@@ -318,7 +318,7 @@ def _evaluation_policy(scores_seed: bool) -> Any:
     from gepa.strategies.eval_policy import FullEvaluationPolicy
 
     class Policy(FullEvaluationPolicy):
-        def get_seed_eval_batch(self, loader: Any) -> list[Any]:
+        def get_seed_eval_batch(self, loader: Any) -> list[object]:
             return list(loader.all_ids()) if scores_seed else []
 
     return Policy()
@@ -378,7 +378,7 @@ class RolloutAdapter:
         self._failed = dict(state.get("failed", {}))
         self._failure_reward = state.get("failure_reward", self._failure_reward)
 
-    def evaluate(self, batch: list[Place], candidate: dict[str, str], capture_traces: bool = False) -> Any:
+    def evaluate(self, batch: list[Place], candidate: dict[str, str], capture_traces: bool = False) -> object:
         """Roll a prompt out on tasks.
 
         Raises:
@@ -427,7 +427,7 @@ class RolloutAdapter:
 
     def make_reflective_dataset(
         self, candidate: dict[str, str], eval_batch: Any, components_to_update: list[str]
-    ) -> Mapping[str, Sequence[Mapping[str, Any]]]:
+    ) -> Mapping[str, Sequence[Mapping[str, object]]]:
         """Return rollouts as records for the model that reflects."""
         return {
             name: [trial_record(trial) for trial in eval_batch.trajectories] for name in components_to_update
@@ -436,7 +436,7 @@ class RolloutAdapter:
     def propose_new_texts(
         self,
         candidate: dict[str, str],
-        reflective_dataset: Mapping[str, Sequence[Mapping[str, Any]]],
+        reflective_dataset: Mapping[str, Sequence[Mapping[str, object]]],
         components_to_update: list[str],
     ) -> dict[str, str]:
         """Return the model's rewrite of a prompt; nothing, which ends the round, if no agent could use it.
@@ -475,7 +475,7 @@ class RolloutAdapter:
             self.stopped.set()
             raise
 
-    def _call(self, work: Coroutine[Any, Any, T]) -> T:
+    def _call(self, work: Coroutine[object, object, T]) -> T:
         """Run a coroutine in the run's event loop, and return its result."""
         if self.stopped.is_set():
             work.close()

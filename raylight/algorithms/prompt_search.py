@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar
+from typing import TYPE_CHECKING, ClassVar, Generic, TypeVar
 
 from rich.console import Console
 
@@ -80,7 +80,7 @@ class PromptSearch(Algorithm, Generic[S]):
         return adapter or (self._adapter if isinstance(self._adapter, TraceToMessages) else TraceToMessages())
 
     def read_inputs(
-        self, train_dataset: Any, val_dataset: Any
+        self, train_dataset: object, val_dataset: object
     ) -> tuple[list[object], list[object], str, PromptTemplate]:
         """Return training tasks, validation tasks, and name and template of the seed.
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar, Literal, Self
+from typing import ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
@@ -31,7 +31,7 @@ class SupervisedAlgorithm(SupervisedSettings, BaseAlgorithm):
     """Metrics that can select the best model, and the direction in which each improves."""
 
     model: str
-    data: Any
+    data: object
     """Examples: a file, a list, or a run directory (or the file of a store), whose rollouts are learned."""
     val_data: object = None
     """Held-out examples in the same forms, on which the loss is measured; None: no validation."""

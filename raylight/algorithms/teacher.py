@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Literal, Self
+from typing import Literal, Self
 
 from pydantic import Field, field_serializer, field_validator, model_validator
 
@@ -25,7 +25,7 @@ class UnimportedFunction:
     name: str
     setting: str
 
-    def __call__(self, *arguments: Any) -> Any:
+    def __call__(self, *arguments: object) -> object:
         raise NotImportedError(f"{self.setting}={self.name!r:.200} is not imported; run `raylight train`")
 
 

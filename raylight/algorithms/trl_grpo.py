@@ -58,7 +58,7 @@ class TrlGRPO(Algorithm):
     def resolved(self) -> JsonObject:
         return self._settings.arguments()
 
-    async def run(self, train_dataset: Any = None, val_dataset: Any = None) -> None:
+    async def run(self, train_dataset: object = None, val_dataset: object = None) -> None:
         """Train in a thread for the planned number of steps; a cancelled run ends after TRL's current step.
 
         Raises:
@@ -85,7 +85,7 @@ class TrlGRPO(Algorithm):
         finally:
             self._stopped = True
 
-    def _train(self, path: str, checkpoint: Path, tasks: list[Any], val_tasks: list[Any]) -> None:
+    def _train(self, path: str, checkpoint: Path, tasks: list[object], val_tasks: list[object]) -> None:
         """Train, and save the adapter."""
         settings = self._settings
         trainer = self._build_trainer(path, checkpoint, tasks, val_tasks)
@@ -100,7 +100,9 @@ class TrlGRPO(Algorithm):
         self._flush()
         save_adapter(trainer.model, checkpoint)
 
-    def _build_trainer(self, path: str, checkpoint: Path, tasks: list[Any], val_tasks: list[Any]) -> Any:
+    def _build_trainer(
+        self, path: str, checkpoint: Path, tasks: list[object], val_tasks: list[object]
+    ) -> Any:
         from transformers import AutoModelForCausalLM, AutoTokenizer
         from trl import GRPOTrainer
 
@@ -168,7 +170,7 @@ class TrlGRPO(Algorithm):
             per_device_eval_batch_size=settings.val_samples * max_rows,
         )
 
-    def _dataset(self, tasks: list[Any], first: int) -> Any:
+    def _dataset(self, tasks: list[object], first: int) -> object:
         """Return a dataset of prompts and task indices, because a dataset cannot hold every type of task."""
         from datasets import Dataset
 
@@ -178,7 +180,7 @@ class TrlGRPO(Algorithm):
             [{"prompt": prompt_of(task), "number": first + i} for i, task in enumerate(tasks)]
         )
 
-    def _reward(self, tasks: list[Any]) -> Callable[..., list[float | None]]:
+    def _reward(self, tasks: list[object]) -> Callable[..., list[float | None]]:
         reward_of = self._settings.trl_reward_of
         assert reward_of is not None, "checked with the settings"
 
@@ -195,12 +197,12 @@ class TrlGRPO(Algorithm):
 
         class LogCallback(TrainerCallback):
             def on_log(
-                self, args: object, state: Any, control: Any, logs: Any = None, **rest: object
+                self, args: object, state: Any, control: object, logs: Any = None, **rest: object
             ) -> None:
                 run._collect_logs(state.global_step, logs or {})
 
             def on_step_end(
-                self, args: object, state: Any, control: Any, model: Any = None, **rest: object
+                self, args: object, state: Any, control: Any, model: object = None, **rest: object
             ) -> None:
                 control.should_training_stop = control.should_training_stop or run._stopped
                 if every and state.global_step % every == 0:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import PurePath
-from typing import Any, ClassVar, Self
+from typing import ClassVar, Self
 
 from omegaconf import OmegaConf
 from pydantic import PrivateAttr
@@ -36,7 +36,7 @@ class VERL(PolicyAlgorithm):
 
     _resolution: Resolution = PrivateAttr()
     _strict: bool = PrivateAttr()
-    _config: Any = PrivateAttr()
+    _config: object = PrivateAttr()
 
     def __init__(self, config: object, *, strict: bool = True) -> None:
         resolution = resolve(config, strict=strict)

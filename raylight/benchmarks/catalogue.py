@@ -56,7 +56,7 @@ class Benchmark:
     """Modules of the extra `benchmarks` that the scorer imports."""
     samples: int = 1
     """Rollouts per row."""
-    sampling: Mapping[str, Any] = field(default_factory=lambda: {"temperature": 0.0})
+    sampling: Mapping[str, object] = field(default_factory=lambda: {"temperature": 0.0})
 
     @property
     def sampling_parameters(self) -> JsonObject:
@@ -96,7 +96,7 @@ def _check_sentences() -> None:
             ) from None
 
 
-def _benchmark(name: str, entry: dict[str, Any]) -> Benchmark:
+def _benchmark(name: str, entry: JsonObject) -> Benchmark:
     known = vars(answers) | vars(function_calls)
     functions = {key: known[entry[key]] for key in ("score", "tools") if key in entry}
     lists = {key: tuple(value) for key, value in entry.items() if isinstance(value, list)}
@@ -104,7 +104,7 @@ def _benchmark(name: str, entry: dict[str, Any]) -> Benchmark:
     return Benchmark(name, **entry | functions | lists | {"published": published})
 
 
-_TABLE: dict[str, Any] = read_table(Path(__file__).with_name("catalogue.yaml"))
+_TABLE: JsonObject = read_table(Path(__file__).with_name("catalogue.yaml"))
 del _TABLE["shared"]
 BENCHMARKS = {name: _benchmark(name, entry) for name, entry in _TABLE.items()}
 

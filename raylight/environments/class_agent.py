@@ -84,7 +84,7 @@ class EnvironmentRollouts:
         self,
         *,
         factories: dict[Any, Factory],
-        schemas: dict[Any, list[JsonObject]],
+        schemas: dict[object, list[JsonObject]],
         max_turns: int,
         reward: Callable[[Any, Messages], object] | None,
         sampling: JsonObject,
@@ -168,7 +168,7 @@ def first_messages(row: Mapping[str, object], observation: object) -> Messages:
     return messages
 
 
-def content_parts(content: str | list[Any]) -> list[object]:
+def content_parts(content: str | list[object]) -> list[object]:
     if isinstance(content, str):
         return [{"type": "text", "text": content}] if content else []
     return content

@@ -42,7 +42,7 @@ def gymnasium_agent(
     max_turns: int = 30,
     sampling: Mapping[str, object] | None = None,
     trained_agents: str | None = None,
-    **settings: Any,
+    **settings: object,
 ) -> FunctionalLitAgent:
     """Make an agent that plays an environment of gymnasium, with a `Discrete` action space.
 
@@ -70,11 +70,11 @@ def gymnasium_agent(
 class GymnasiumGame:
     """An environment of gymnasium as a `TextGame`."""
 
-    def __init__(self, id: str, settings: Mapping[str, Any]) -> None:
+    def __init__(self, id: str, settings: Mapping[str, object]) -> None:
         self._env = make_environment(id, settings)
         self._reward = 0.0
 
-    def reset(self, task: Mapping[str, Any]) -> list[JsonObject]:
+    def reset(self, task: Mapping[str, object]) -> list[JsonObject]:
         """Begin an episode; return the instructions and the first observation."""
         observation, _ = self._env.reset(seed=task_seed(task), options=task.get("options"))
         self._reward = 0.0
@@ -117,7 +117,7 @@ def make_environment(id: str, settings: Mapping[str, Any]) -> Any:
         entry: object = gymnasium.spec(id).entry_point
         creator: object = load_env_creator(entry) if isinstance(entry, str) else entry
         modes = getattr(creator, "metadata", {}).get("render_modes", ())
-        env: Any = gymnasium.make(id, **({"render_mode": "ansi"} if "ansi" in modes else {}) | dict(settings))
+        env = gymnasium.make(id, **({"render_mode": "ansi"} if "ansi" in modes else {}) | dict(settings))
     except (gymnasium.error.Error, ImportError, AttributeError, TypeError, ValueError) as error:
         given = f" with {dict(settings)}" if settings else ""
         raise ConfigError(f"the environment {id!r:.80}{given} cannot be made: {error}") from error

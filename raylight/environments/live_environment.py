@@ -31,7 +31,7 @@ from raylight.types import JsonObject
 
 logger = logging.getLogger(__name__)
 
-Factory = Callable[[], Any]
+Factory = Callable[[], object]
 """A class, or another callable without arguments that returns an environment."""
 NOT_TOOLS = ("reset", "get_reward", "reward", "close")
 """Public methods that are not tools."""
@@ -123,7 +123,7 @@ CLOSE_S = 10.0
 """Time for the `close` of an environment."""
 T = TypeVar("T")
 Outcome = tuple[Any, BaseException | None]
-PendingCall = tuple[Future[Outcome], Callable[[], Any]]
+PendingCall = tuple[Future[Outcome], Callable[[], object]]
 
 
 class LiveEnvironment:
@@ -164,7 +164,7 @@ class LiveEnvironment:
         return name in self._names and inspect.iscoroutinefunction(getattr(self._instance, name))
 
     async def _answer(self, name: str, arguments: str) -> str | list[object]:
-        async def execute(given: JsonObject) -> str | list[Any]:
+        async def execute(given: JsonObject) -> str | list[object]:
             method = getattr(self._instance, name)
             run = execute_async if inspect.iscoroutinefunction(method) else execute_sync
             return await self._run(name, functools.partial(run, method, given, self._max_result))
@@ -215,7 +215,7 @@ class LiveEnvironment:
         finally:
             self._thread.end()
 
-    async def _run(self, name: str, function: Callable[[], Any]) -> Any:
+    async def _run(self, name: str, function: Callable[[], object]) -> Any:
         """Call a function: on the event loop if it is asynchronous, else in the environment's thread.
 
         Args:

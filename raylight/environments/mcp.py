@@ -306,7 +306,7 @@ class OpenMCPTools:
             }
             self.schemas.append({"type": "function", "function": function})
 
-    async def call(self, name: str, arguments: str | Mapping[str, Any]) -> str | list[Any]:
+    async def call(self, name: str, arguments: str | Mapping[str, object]) -> str | list[object]:
         """Call a tool; return its result, or its error as text for the model.
 
         Mistakes of the model (an unknown tool, arguments that are not a JSON object or that the tool rejects)

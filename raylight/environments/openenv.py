@@ -34,12 +34,12 @@ def openenv_agent(
     url: str,
     *,
     prompt: Callable[[JsonObject], str] | None = None,
-    parse: Callable[[str], Mapping[str, Any]] | None = None,
+    parse: Callable[[str], JsonObject] | None = None,
     tools: bool | None = None,
     system: str | None = None,
     reward: Rewards = "sum",
     max_turns: int = 16,
-    sampling: Mapping[str, Any] | None = None,
+    sampling: Mapping[str, object] | None = None,
     timeout_s: float = 60.0,
     headers: Mapping[str, str] | None = None,
 ) -> LitAgent[Any]:
@@ -117,7 +117,7 @@ class Episode:
     def __init__(
         self,
         session: OpenEnvSession,
-        parse: Callable[[str], Mapping[str, Any]],
+        parse: Callable[[str], JsonObject],
         prompt: Callable[[JsonObject], str],
     ) -> None:
         self.schemas: list[JsonObject] = []
@@ -128,7 +128,7 @@ class Episode:
         self._done = False
         self._one_action = asyncio.Lock()
 
-    async def begin(self, task: Mapping[str, Any]) -> str:
+    async def begin(self, task: JsonObject) -> str:
         """Reset the environment; return its first observation.
 
         Raises:
@@ -213,7 +213,7 @@ class Episode:
             return f"error: {failure.get('message', failure) if isinstance(failure, dict) else failure}"
         return tool_text(observation.get("result"))
 
-    async def _act(self, action: Mapping[str, Any]) -> JsonObject:
+    async def _act(self, action: JsonObject) -> JsonObject:
         """Execute an action; return its observation."""
         step = await self._session.step(action)
         self._done = step.done
@@ -274,10 +274,10 @@ class OpenEnvSession:
             )
         return action
 
-    async def reset(self, parameters: Mapping[str, Any]) -> EpisodeStep:
+    async def reset(self, parameters: JsonObject) -> EpisodeStep:
         return self._step(await self._ask("reset", dict(parameters)))
 
-    async def step(self, action: Mapping[str, Any]) -> EpisodeStep:
+    async def step(self, action: JsonObject) -> EpisodeStep:
         """Execute an action.
 
         Raises:
@@ -420,17 +420,17 @@ async def open_session(
             await session.close()
 
 
-def is_tool_schema(schema: Mapping[str, Any]) -> bool:
+def is_tool_schema(schema: JsonObject) -> bool:
     """Return True if actions of this JSON schema are calls of MCP tools."""
     return any(word in json.dumps(schema) for word in TOOL_ACTIONS) or set(fields_of(schema)) == set()
 
 
-def fields_of(schema: Mapping[str, Any]) -> JsonObject:
+def fields_of(schema: JsonObject) -> JsonObject:
     """Return the properties of an action's JSON schema, without its metadata."""
     return {name: kind for name, kind in schema.get("properties", {}).items() if name != "metadata"}
 
 
-def action_parser(schema: Mapping[str, Any]) -> Callable[[str], JsonObject]:
+def action_parser(schema: JsonObject) -> Callable[[str], JsonObject]:
     """Return a function that makes an action of a JSON schema from the model's answer."""
     fields = fields_of(schema)
     required = [name for name in schema.get("required", fields) if name in fields] or list(fields)

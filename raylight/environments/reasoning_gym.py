@@ -80,7 +80,7 @@ class Puzzle:
         self._system = system
         self._score = 0.0
 
-    def reset(self, task: Mapping[str, Any]) -> list[JsonObject]:
+    def reset(self, task: Mapping[str, object]) -> list[JsonObject]:
         """Return the question."""
         self._task = task
         if missing := {"question", "name", "size", "seed", "config", "index"} - task.keys():

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Mapping
-from typing import Any, Protocol
+from typing import Protocol
 
 from raylight.agent.decorators import FunctionalLitAgent
 from raylight.agent.resources import LLM, check_sampling
@@ -64,7 +64,7 @@ class GameRollouts:
         self._sampling = check_sampling(dict(sampling or {}))
 
     async def __call__(
-        self, task: Any, llm: LLM, rollout: Rollout | None = None
+        self, task: object, llm: LLM, rollout: Rollout | None = None
     ) -> dict[str, float] | float | None:
         """Play one episode; return its reward by name.
 
@@ -101,7 +101,7 @@ async def play_moves(
     step: Callable[[str], Awaitable[str | None]],
     *,
     max_turns: int,
-    sampling: Mapping[str, Any] | None = None,
+    sampling: Mapping[str, object] | None = None,
 ) -> None:
     """Let the model answer until the game ends, `max_turns` answers were given, or its context is full.
 

@@ -80,7 +80,7 @@ class TextArenaGame:
         raw = id if id.endswith(("-raw", "-train")) else f"{id}-raw"
         self._env: Any = textarena.make(raw, **settings)
 
-    def reset(self, task: Mapping[str, Any]) -> list[JsonObject]:
+    def reset(self, task: Mapping[str, object]) -> list[JsonObject]:
         """Begin a game; return its prompt."""
         with _SEEDING:
             state = random.getstate()

@@ -52,7 +52,7 @@ async def run_tool_loop(
     tools: Tools,
     *,
     max_turns: int = 10,
-    sampling: Mapping[str, Any] | None = None,
+    sampling: Mapping[str, object] | None = None,
 ) -> ToolLoopEnd:
     """Call the model until it answers without a tool call; execute the calls of each answer.
 
@@ -144,9 +144,9 @@ async def call_tool(
     tools: Collection[str],
     name: str,
     arguments: str | Mapping[str, object],
-    execute: Callable[[JsonObject], Awaitable[str | list[Any]]],
+    execute: Callable[[JsonObject], Awaitable[str | list[object]]],
     max_result: int = MAX_RESULT,
-) -> str | list[Any]:
+) -> str | list[object]:
     """Execute a tool call as a span; return its result, or the model's mistake as text for the model.
 
     Args:

@@ -106,7 +106,7 @@ async def main() -> None:
     os.dup2(2, 1)  # what a taskset prints is not an answer
     sys.stdout = sys.stderr  # nor held back, in case the process dies
 
-    def write(answer: dict[str, Any]) -> None:
+    def write(answer: dict[str, object]) -> None:
         print(json.dumps(answer), file=answers, flush=True)
 
     program = Program(json.loads(os.environ["RAYLIGHT_VERIFIERS"]), write)

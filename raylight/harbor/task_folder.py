@@ -81,7 +81,7 @@ class HarborTask:
     has the tests."""
     artifacts: tuple[str, ...] = ()
     """Paths that are copied from the agent's environment into that of the tests."""
-    metadata: Mapping[str, Any] = field(default_factory=dict)
+    metadata: JsonObject = field(default_factory=dict)
     steps: tuple[HarborTask, ...] = ()
     """Steps of a task that has several, in their order, each with the environment of the task."""
     files: Path | None = None
@@ -119,10 +119,10 @@ def read_task(folder: str | os.PathLike[str]) -> HarborTask:
 
 def _read_step(
     folder: Path,
-    settings: Mapping[str, object],
+    settings: JsonObject,
     entry: JsonObject,
-    agent: Mapping[str, object],
-    tests: Mapping[str, object],
+    agent: JsonObject,
+    tests: JsonObject,
 ) -> HarborTask:
     """Read a step, whose settings precede the task's."""
     name = entry.get("name")
@@ -158,11 +158,11 @@ def _min_rewards(folder: Path, value: Any) -> dict[str, float]:
 
 def _read_part(
     folder: Path,
-    settings: Mapping[str, object],
+    settings: JsonObject,
     name: str,
     place: Path,
-    agent: Mapping[str, object],
-    tests: Mapping[str, object],
+    agent: JsonObject,
+    tests: JsonObject,
 ) -> HarborTask:
     """Read a task of one step, or a step.
 
@@ -235,9 +235,7 @@ def resolve_variables(variables: Mapping[str, str], source: Mapping[str, str]) -
     return resolved
 
 
-def _environment(
-    folder: Path, table: Mapping[str, Any], files: Path, phase: Mapping[str, Any]
-) -> TaskEnvironment:
+def _environment(folder: Path, table: JsonObject, files: Path, phase: JsonObject) -> TaskEnvironment:
     for key, thing in UNSUPPORTED_ENVIRONMENT.items():
         if table.get(key):
             raise _unsupported(folder, f"{thing} ([environment].{key})")
@@ -261,7 +259,7 @@ def _environment(
 
 
 def _tests_environment(
-    folder: Path, settings: Mapping[str, Any], tests: Mapping[str, Any], agents: TaskEnvironment
+    folder: Path, settings: JsonObject, tests: JsonObject, agents: TaskEnvironment
 ) -> tuple[TaskEnvironment | None, bool]:
     """Return the environment of tests that do not run in the agent's, and True if its image has them."""
     own = tests.get("environment")
@@ -293,7 +291,7 @@ def _network(folder: Path, table: Mapping[str, object], phase: Mapping[str, obje
     return mode != "no-network"
 
 
-def _artifacts(folder: Path, settings: Mapping[str, Any]) -> tuple[str, ...]:
+def _artifacts(folder: Path, settings: JsonObject) -> tuple[str, ...]:
     paths = []
     for entry in settings.get("artifacts", []):
         source = entry.get("source") if isinstance(entry, dict) else entry

@@ -137,7 +137,7 @@ class CommandAgent(LitAgent[Any]):
         self._llm = llm
         self._sends_spans = sends_spans
 
-    async def rollout_async(self, task: Any, resources: NamedResources, rollout: Rollout) -> RolloutResult:
+    async def rollout_async(self, task: object, resources: NamedResources, rollout: Rollout) -> RolloutResult:
         llm = self._model(resources).with_attempted_rollout(rollout)
         asked = await self.describe(task)
         async with self._pool.started(asked.sandbox or self._sandbox) as sandbox:

@@ -6,7 +6,6 @@ import contextlib
 import math
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
 
 from raylight.errors import ConfigError
 from raylight.harbor.attempt import HarborAttempt, RunSteps, mean_rewards
@@ -15,6 +14,7 @@ from raylight.harbor.tasks import RUN_STEPS_KEY, TASK_KEY
 from raylight.harnesses.task import HarnessTask
 from raylight.sandboxes.registry import SandboxSpec
 from raylight.sandboxes.sandbox import Sandbox
+from raylight.types import JsonObject
 
 
 def is_harbor_task(task: object) -> bool:
@@ -22,7 +22,7 @@ def is_harbor_task(task: object) -> bool:
     return isinstance(task, Mapping) and TASK_KEY in task
 
 
-async def describe_harbor_task(row: Mapping[str, Any], spec: SandboxSpec) -> HarnessTask:
+async def describe_harbor_task(row: JsonObject, spec: SandboxSpec) -> HarnessTask:
     """Return the demands of a row of `HarborTasks`.
 
     An image that its Dockerfile describes is built, which the sandbox's tool does once for each machine.

@@ -73,7 +73,7 @@ class RewardCommand:
             )
 
     async def score(
-        self, sandbox: Sandbox, workspace: str, task: Any, spec: SandboxSpec | None = None
+        self, sandbox: Sandbox, workspace: str, task: object, spec: SandboxSpec | None = None
     ) -> Any:
         """Run the command and return the reward.
 

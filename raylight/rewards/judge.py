@@ -107,7 +107,7 @@ class Judge:
             )
         return text
 
-    def _slot(self) -> contextlib.AbstractAsyncContextManager[Any]:
+    def _slot(self) -> contextlib.AbstractAsyncContextManager[object]:
         """Return the limit of concurrent requests in this event loop."""
         loop = asyncio.get_running_loop()
         if loop not in self._free:
@@ -115,11 +115,11 @@ class Judge:
             self._free[loop] = asyncio.Semaphore(self._max_concurrent)
         return self._free[loop]
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __getstate__(self) -> dict[str, object]:
         return self.__dict__ | {"_free": {}}
 
 
-def find_json(text: str) -> Any:
+def find_json(text: str) -> object:
     """Return the last JSON object in a text that is not part of another; models think before, and put fences
     around.
 

@@ -6,7 +6,6 @@ import inspect
 import math
 import re
 from collections.abc import Callable, Mapping
-from typing import Any
 
 from raylight._utils.bounds import MAX_FACTOR
 from raylight.errors import ConfigError
@@ -28,7 +27,7 @@ class RolloutTerm:
         self._function = function
         self.__name__ = title or getattr(function, "__name__", type(function).__name__)
 
-    def __call__(self, group: list[GroupRollout]) -> list[Any]:
+    def __call__(self, group: list[GroupRollout]) -> list[object]:
         return [self._function(rollout) for rollout in group]
 
 

@@ -73,7 +73,7 @@ class Curriculum(TaskSet):
     def sampler(self, seed: int) -> CurriculumSampler:
         return CurriculumSampler(self._tasks.tasks, seed, self.weights, self._solved, self._unsolved)
 
-    def parts(self) -> list[tuple[str | None, Any]]:
+    def parts(self) -> list[tuple[str | None, object]]:
         return self._tasks.parts()
 
     def fingerprint(self) -> JsonObject:

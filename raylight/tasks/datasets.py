@@ -82,7 +82,7 @@ def is_instance_of(value: object, module: str, name: str) -> bool:
     return cls is not None and isinstance(value, cls)
 
 
-class DevTaskLoader(list[Any]):
+class DevTaskLoader(list[object]):
     """Tasks for `Trainer.dev` or `fit`, with resources for the agent; a name of agent-lightning.
 
     The Trainer's own `initial_resources` go first.

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Any
 
 from raylight._utils.bounds import MAX_FACTOR, is_number
 from raylight.errors import ConfigError
@@ -57,7 +56,7 @@ class Mixture(TaskSet):
         samplers = {name: source.sampler(seed + i) for i, (name, source) in enumerate(self.sources.items())}
         return MixtureSampler(samplers, self.weights)
 
-    def parts(self) -> list[tuple[str | None, Any]]:
+    def parts(self) -> list[tuple[str | None, object]]:
         return named_parts(self.sources)
 
     def fingerprint(self) -> JsonObject:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import statistics
 from collections import deque
 from collections.abc import Mapping
-from typing import Any
 
 from raylight._utils.bounds import MAX_COUNT, MAX_FACTOR, is_number
 from raylight.errors import ConfigError
@@ -49,7 +48,7 @@ class Stages(TaskSet):
         samplers = {name: stage.sampler(seed + i) for i, (name, stage) in enumerate(self._stages.items())}
         return StageSampler(samplers, self._advance_at, self._window)
 
-    def parts(self) -> list[tuple[str | None, Any]]:
+    def parts(self) -> list[tuple[str | None, object]]:
         return named_parts(self._stages)
 
     def fingerprint(self) -> JsonObject:

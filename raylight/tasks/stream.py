@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any
 
 from raylight.errors import DatasetError
 from raylight.tasks.task_set import Draw, SetSampler, TaskSet
@@ -46,13 +45,13 @@ class Stream(TaskSet):
     def sampler(self, seed: int) -> StreamSampler:
         return StreamSampler(self._rows)
 
-    def parts(self) -> list[tuple[str | None, Any]]:
+    def parts(self) -> list[tuple[str | None, object]]:
         raise DatasetError("a Stream has no end that is known; pass a list of tasks")
 
     def fingerprint(self) -> JsonObject:
         return {"stream": type(self._source).__name__}
 
-    def _rows(self) -> Iterator[Any]:
+    def _rows(self) -> Iterator[object]:
         if hasattr(self._source, "iter_rows"):  # a dataset of Ray
             return iter(self._source.iter_rows())
         return iter(self._source() if callable(self._source) else self._source)
@@ -108,7 +107,7 @@ class StreamSampler(SetSampler):
             self._begin()
             self._reading.release()
 
-    def _read(self) -> Any:
+    def _read(self) -> object:
         try:
             for _ in range(2):  # once more from the start
                 if self._iterator is None:

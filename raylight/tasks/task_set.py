@@ -83,7 +83,7 @@ class TaskSet(ABC):
         """Return a new sampler."""
 
     @abstractmethod
-    def parts(self) -> list[tuple[str | None, Any]]:
+    def parts(self) -> list[tuple[str | None, object]]:
         """Return all tasks, each with its source.
 
         Raises:
@@ -108,7 +108,7 @@ class ShuffledTasks(TaskSet):
     def sampler(self, seed: int) -> TaskSampler:
         return TaskSampler(self.tasks, seed)
 
-    def parts(self) -> list[tuple[str | None, Any]]:
+    def parts(self) -> list[tuple[str | None, object]]:
         return [(None, task) for task in self.tasks]
 
     def fingerprint(self) -> JsonObject:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Generic, TypeVar
 
 from rich.console import Console
 from rich.table import Table
@@ -129,7 +129,7 @@ class APO(PromptSearch[ApoSettings], Generic[Task]):
             )
         return self.history.best_candidate.template
 
-    async def run(self, train_dataset: Any = None, val_dataset: Any = None) -> None:
+    async def run(self, train_dataset: object = None, val_dataset: object = None) -> None:
         """Search for a better prompt.
 
         Raises:

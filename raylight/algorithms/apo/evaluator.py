@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from collections.abc import Callable, Sequence
-from typing import Any
 
 from raylight.agent.emit import get_message_value
 from raylight.agent.prompts import PromptTemplate
@@ -42,7 +41,7 @@ class PromptEvaluator:
         store: StoreClient,
         resources: NamedResources,
         name: str,
-        datasets: dict[RolloutMode, Sequence[Any]],
+        datasets: dict[RolloutMode, Sequence[object]],
         timeout: float,
         messages: TraceToMessages,
         report_failures: Callable[[list[FinishedRollout]], None] = lambda finished: None,

@@ -6,7 +6,7 @@ import json
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Literal
 
 from raylight.traces.messages import OpenAIMessages
 from raylight.types import JsonObject
@@ -24,7 +24,7 @@ MAX_TRANSCRIPT_CHARACTERS = 6_000
 class Trial:
     """One rollout with a prompt."""
 
-    task: Any
+    task: object
     outcome: Outcome
     reward: float | None = None
     conversations: Sequence[OpenAIMessages] = ()

@@ -18,7 +18,7 @@ from raylight.types import JsonObject
 ACTOR, ROLLOUT, MODEL = (f"actor_rollout_ref.{name}" for name in ("actor", "rollout", "model"))
 TOOL_PARSERS = {family.vllm_tools: family.notation for family in FAMILIES if family.vllm_tools}
 """vLLM's tool parsers -> the transformers engine's."""
-Converter = Callable[[str, MergedConfig], Any]
+Converter = Callable[[str, MergedConfig], object]
 
 
 class UnsupportedValueError(Exception):
@@ -34,7 +34,7 @@ UNSET: Final = _KeepDefault()
 """Return value of a converter that leaves its setting at raylight's default."""
 
 
-def translate(names: Mapping[Any, Any], value: object) -> Any:
+def translate(names: Mapping[Any, object], value: object) -> Any:
     """Return the translation of a word.
 
     Raises:
@@ -117,7 +117,7 @@ def max_staleness(key: str, read: MergedConfig) -> int:
     return threshold - 1
 
 
-def stale(key: str, read: MergedConfig) -> Any:
+def stale(key: str, read: MergedConfig) -> object:
     """Return the treatment of groups with tokens that are too old."""
     if read("trainer.v1.trainer_mode") == "sync":
         return UNSET
@@ -213,7 +213,7 @@ def _has_vllm(read: MergedConfig) -> bool:
     return read(f"{ROLLOUT}.name") == "vllm"
 
 
-def lora(key: str, read: MergedConfig) -> Any:
+def lora(key: str, read: MergedConfig) -> object:
     """Return the settings of the adapter; None for rank 0."""
     if not read(key):
         return None
@@ -233,7 +233,7 @@ def tool_parser(key: str, read: MergedConfig) -> JsonObject:
     return {"tool_call_parser": vllm_arg(key, read), "enable_auto_tool_choice": True}
 
 
-def shared_vllm_arg(key: str, read: MergedConfig) -> Any:
+def shared_vllm_arg(key: str, read: MergedConfig) -> object:
     """Return an argument of vLLM for which verl's default holds; other engines accept that, or 1."""
     if not _has_vllm(read) and (read(key) == 1 or not read.is_set(key)):
         return UNSET
@@ -262,7 +262,7 @@ def sleeps(key: str, read: MergedConfig) -> bool:
     return bool(read(key)) and _has_vllm(read) and read("trainer.v1.trainer_mode") == "sync"
 
 
-def attention(key: str, read: MergedConfig) -> Any:
+def attention(key: str, read: MergedConfig) -> object:
     """Return the attention implementation. Ranks that share sequences have raylight's own."""
     sizes = (f"{ACTOR}.ulysses_sequence_parallel_size", f"{ACTOR}.fsdp_config.ulysses_sequence_parallel_size")
     return UNSET if max(read(size) or 1 for size in sizes) > 1 else read(key)
@@ -292,7 +292,7 @@ def runs_folder(key: str, read: MergedConfig) -> str:
     return "/".join(["outputs", *map(str, names)])
 
 
-def trackers(key: str, read: MergedConfig) -> Any:
+def trackers(key: str, read: MergedConfig) -> object:
     """Return the trackers of a list of loggers; the console and `metrics.jsonl` always receive metrics."""
     names = [read(key)] if isinstance(read(key), str) else list(read(key))
     keys = {"project": "trainer.project_name", "name": "trainer.experiment_name"}

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from raylight._utils.files import read_table
 from raylight.algorithms.verl_config import converters
 from raylight.algorithms.verl_config.converters import MODEL, Converter
+from raylight.types import JsonObject
 
 
 @dataclass(frozen=True)
@@ -28,13 +28,13 @@ class KeyRule:
     """True if raylight's default holds, instead of verl's, where the key is not set."""
     reads: tuple[str, ...] = ()
     """Other keys that `converter` reads."""
-    accepted: tuple[Any, ...] | None = None
+    accepted: tuple[object, ...] | None = None
     """Values that match raylight's behaviour, besides verl's default; None accepts any."""
     reason: str = ""
     """Behaviour of raylight that makes the key unnecessary."""
 
 
-def _rule(section: str, name: str, entry: str | dict[str, Any]) -> KeyRule:
+def _rule(section: str, name: str, entry: str | JsonObject) -> KeyRule:
     key = f"{section}.{name}"
     match entry:
         case str():
@@ -48,7 +48,7 @@ def _rule(section: str, name: str, entry: str | dict[str, Any]) -> KeyRule:
     return replace(KeyRule(key), **entry | {"reads": reads, "converter": converter})
 
 
-SECTIONS: dict[str, dict[str, Any]] = read_table(Path(__file__).with_name("keys.yaml"))
+SECTIONS: dict[str, JsonObject] = read_table(Path(__file__).with_name("keys.yaml"))
 del SECTIONS["shared"]
 KEYS = {
     rule.key: rule

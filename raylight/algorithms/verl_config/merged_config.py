@@ -69,7 +69,7 @@ def _pickled_defaults() -> bytes:
     return pickle.dumps(verl_defaults())
 
 
-def _resolve_omegaconf(config: Any) -> Any:
+def _resolve_omegaconf(config: object) -> object:
     try:
         return OmegaConf.to_container(config, resolve=True)
     except OmegaConfBaseException as error:
@@ -78,7 +78,7 @@ def _resolve_omegaconf(config: Any) -> Any:
 
 def _leaves(
     node: Mapping[object, object], prefix: str, opaque_keys: Collection[str]
-) -> Iterator[tuple[str, Any]]:
+) -> Iterator[tuple[str, object]]:
     for name, value in node.items():
         if not isinstance(name, str):
             raise ConfigError(

@@ -35,7 +35,7 @@ MAX_NUMBER = 1e15
 class ResolvedSetting:
     """Value of a raylight setting, and its origin in the configuration."""
 
-    value: Any
+    value: object
     key: str
     from_user: bool
     """True if the user set the key or another that its converter reads; False: the value is verl's
@@ -53,7 +53,7 @@ class Resolution:
 
     def section(self, name: str) -> JsonObject:
         """Return the settings of a section by name; arguments of the engine are collected under `args`."""
-        values: dict[str, Any] = {}
+        values: JsonObject = {}
         for target, setting in self.settings.items():
             section, _, rest = target.partition(".")
             if section == name and rest.startswith("args."):
@@ -183,7 +183,7 @@ def _apply(rule: KeyRule, merged: MergedConfig, resolution: Resolution) -> None:
         resolution.add(f"engine.args.{name}", ResolvedSetting(argument, rule.key, from_user, key_is_set))
 
 
-def _check_value(rule: KeyRule, value: Any) -> list[str]:
+def _check_value(rule: KeyRule, value: object) -> list[str]:
     """Return the problem of a value that raylight does not support, or nothing."""
     default = OmegaConf.select(verl_defaults(), rule.key, default=MISSING)
     if rule.accepted is None or value in (*rule.accepted, default):
