@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib.util import find_spec
-from typing import Any
 
 from raylight.engines.families import THINK, find_style
 from raylight.engines.transformers.message import PARSERS
 from raylight.engines.vllm.args import read_template
 from raylight.errors import ModelNotFoundError
+from raylight.types import JsonObject
 
 
 @dataclass(frozen=True)
@@ -91,7 +90,7 @@ class ModelReport:
         return found
 
 
-def report_model(path: str, engine: str, args: Mapping[str, Any] | None = None) -> ModelReport:
+def report_model(path: str, engine: str, args: JsonObject | None = None) -> ModelReport:
     """Read a model as an engine does.
 
     Args:

@@ -18,13 +18,13 @@ def recorded_url(sha256: str) -> str:
     return f"raylight-image:{sha256}"
 
 
-def recorded_digest(url: Any) -> str | None:
+def recorded_digest(url: object) -> str | None:
     """Return the digest of an image from its URL in a recorded message; None for another URL."""
     match = _RECORDED.fullmatch(url) if isinstance(url, str) else None
     return match[1] if match else None
 
 
-def image_url_of(part: Any) -> str | None:
+def image_url_of(part: object) -> str | None:
     """Return the URL of a part of a message's content; None if it is not an image."""
     if not isinstance(part, dict) or part.get("type") != "image_url":
         return None
@@ -33,7 +33,7 @@ def image_url_of(part: Any) -> str | None:
     return url if isinstance(url, str) else None
 
 
-def image_urls(messages: Any) -> Iterator[tuple[str, str]]:
+def image_urls(messages: object) -> Iterator[tuple[str, str]]:
     """Yield the path of each image, such as `messages[1].content[0]`, and its URL, in their order."""
     for index, message in enumerate(messages if isinstance(messages, list) else ()):
         content = message.get("content") if isinstance(message, dict) else None
@@ -42,7 +42,7 @@ def image_urls(messages: Any) -> Iterator[tuple[str, str]]:
                 yield f"messages[{index}].content[{place}]", url
 
 
-def recorded_images(value: Any) -> Iterator[str]:
+def recorded_images(value: object) -> Iterator[str]:
     """Yield the digests of the images anywhere in recorded messages."""
     if isinstance(value, dict):
         if (sha256 := recorded_digest(image_url_of(value))) is not None:
@@ -55,7 +55,7 @@ def recorded_images(value: Any) -> Iterator[str]:
             yield from recorded_images(entry)
 
 
-def inline_images(value: Any, urls: Mapping[str, str]) -> Any:
+def inline_images(value: object, urls: Mapping[str, str]) -> object:
     """Return recorded messages, wherever they are in a JSON value, with other URLs of their images.
 
     Args:
@@ -70,12 +70,12 @@ def inline_images(value: Any, urls: Mapping[str, str]) -> Any:
     return {name: inline_images(entry, urls) for name, entry in value.items()}
 
 
-def replace_urls(messages: Sequence[Any], replace: Callable[[str], str]) -> list[Any]:
+def replace_urls(messages: Sequence[object], replace: Callable[[str], str]) -> list[object]:
     """Return messages with other URLs of their images; those with text content are the same objects."""
     return [_replace(message, replace) for message in messages]
 
 
-def _replace(message: Any, replace: Callable[[str], str]) -> Any:
+def _replace(message: Any, replace: Callable[[str], str]) -> object:
     content = message.get("content") if isinstance(message, dict) else None
     if not isinstance(content, list):
         return message

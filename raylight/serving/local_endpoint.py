@@ -9,7 +9,7 @@ import secrets
 import socket
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import Any, NoReturn, Self
+from typing import NoReturn, Self
 
 import uvicorn
 
@@ -105,7 +105,7 @@ class Endpoint:
             self._reporter.start()
         return self
 
-    async def __aexit__(self, *error: Any) -> None:
+    async def __aexit__(self, *error: object) -> None:
         if self._reporter is not None:
             self._reporter.stop()
         self._server.should_exit = True

@@ -29,20 +29,20 @@ class Channel:
         target: a StoreActor's handle, or a StoreService in this process.
     """
 
-    def __init__(self, target: Any) -> None:
+    def __init__(self, target: object) -> None:
         self.target = target
         self._batchers: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, CallBatcher] = (
             weakref.WeakKeyDictionary()
         )
 
-    async def call(self, method: str, *args: Any) -> Any:
+    async def call(self, method: str, *args: object) -> Any:
         """Execute a call that never waits in the store; it shares its message with other calls."""
         loop = asyncio.get_running_loop()
         if loop not in self._batchers:
             self._batchers[loop] = CallBatcher(self)
         return await self._batchers[loop].call(method, args)
 
-    async def send(self, method: str, *args: Any) -> Any:
+    async def send(self, method: str, *args: object) -> Any:
         """Execute a call that may wait in the store, in a separate message.
 
         Raises:
@@ -72,10 +72,10 @@ class CallBatcher:
         self._channel = weakref.proxy(channel)
         self._client_id = uuid.uuid4().hex
         self._n_sent = 0
-        self._waiting: list[tuple[Call, asyncio.Future[Any]]] = []
+        self._waiting: list[tuple[Call, asyncio.Future[object]]] = []
         self._sender: asyncio.Task[None] | None = None
 
-    async def call(self, method: str, args: tuple[Any, ...]) -> Any:
+    async def call(self, method: str, args: tuple[object, ...]) -> Any:
         """Execute a call with the next message; returns its result, or raises its error."""
         result: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
         self._waiting.append(((method, args), result))

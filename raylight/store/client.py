@@ -287,7 +287,7 @@ class StoreClient(StoreReader):
         attempt = rollout.attempt
         assert attempt is not None, "only a dequeued rollout has an attempt to finish"
         ids, rows = (attempt.rollout_id, attempt.attempt_id), [span_row(span) for span in spans]
-        values: dict[str, Any] = {"status": status, "failure": failure_json(failure) if failure else None}
+        values: dict[str, object] = {"status": status, "failure": failure_json(failure) if failure else None}
         if metadata := (losses or {}) | ({TRUNCATED: truncated} if truncated else {}):
             values["metadata"] = encode_payload(metadata, "metadata")
         clock = asyncio.get_running_loop().time
@@ -323,13 +323,13 @@ class StoreClient(StoreReader):
 
     # resources and workers
 
-    async def add_resources(self, resources: dict[str, Any]) -> ResourcesUpdate:
+    async def add_resources(self, resources: Mapping[str, object]) -> ResourcesUpdate:
         """Store a new version of the named resources; it becomes the latest."""
         return resources_from_row(
             await self._channel.call("add_resources", new_id("rs"), encode_payload(resources, "resources"))
         )
 
-    async def update_resources(self, resources_id: str, resources: dict[str, Any]) -> ResourcesUpdate:
+    async def update_resources(self, resources_id: str, resources: Mapping[str, object]) -> ResourcesUpdate:
         """Replace the content of a version, or add one under a new id; it becomes the latest."""
         return resources_from_row(
             await self._channel.call("update_resources", resources_id, encode_payload(resources, "resources"))

@@ -23,16 +23,16 @@ class Conditions:
 
     required: list[str] = field(default_factory=list)
     filters: list[str] = field(default_factory=list)
-    required_values: list[Any] = field(default_factory=list)
+    required_values: list[object] = field(default_factory=list)
     values: list[Any] = field(default_factory=list)
 
-    def require(self, column: str, value: Any) -> Conditions:
+    def require(self, column: str, value: object) -> Conditions:
         """Add a condition that holds whatever `logic` is."""
         self.required.append(f"{column} = ?")
         self.required_values.append(value)
         return self
 
-    def equals(self, column: str, value: Any) -> Conditions:
+    def equals(self, column: str, value: object) -> Conditions:
         """Filter by a value; None: no filter."""
         if value is not None:
             self.filters.append(f"{column} = ?")
@@ -46,7 +46,7 @@ class Conditions:
             self.values.append(part)
         return self
 
-    def one_of(self, column: str, values: Sequence[Any] | None) -> Conditions:
+    def one_of(self, column: str, values: Sequence[object] | None) -> Conditions:
         """Filter by a list of values, of which an empty one matches nothing; None: no filter."""
         if values is None:
             return self
@@ -143,7 +143,7 @@ class Queries:
         self._clock = clock
         self._start = clock()
 
-    def run(self, method: str, args: tuple[Any, ...]) -> Any:
+    def run(self, method: str, args: tuple[object, ...]) -> Any:
         """Run one of the queries below in a transaction, so that it reads one consistent state."""
         self._reader.execute("BEGIN")
         try:
@@ -371,7 +371,9 @@ class Queries:
         except UnicodeEncodeError:
             return []
 
-    def _fetch_page(self, columns: str, source: str, order: str, values: list[Any], page: Page) -> PageRows:
+    def _fetch_page(
+        self, columns: str, source: str, order: str, values: list[object], page: Page
+    ) -> PageRows:
         rows = self._fetch_all(f"SELECT {columns} FROM {source}{order}", values)
         return rows, self._total(rows, page, f"SELECT COUNT(*) FROM {source}", values)
 

@@ -268,7 +268,7 @@ class ReplicaCoordinator:
 
     # called by the trainer
 
-    async def issue(self, key: str, order: Order) -> tuple[dict[str, Any], Snapshot]:
+    async def issue(self, key: str, order: Order) -> tuple[dict[str, object], Snapshot]:
         """Issue an order, and wait until every replica has reached it.
 
         A caller whose connection broke repeats its call. The repetition joins the first call.
@@ -512,7 +512,7 @@ class ReplicaCoordinator:
 
     # execution of orders
 
-    async def _execute(self, order: Order) -> dict[str, Any]:
+    async def _execute(self, order: Order) -> dict[str, object]:
         """Issue an order after all earlier ones, and wait until every replica has reached it."""
         started = self._now()
         await self._wait_for_turn(order)

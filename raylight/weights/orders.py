@@ -225,7 +225,7 @@ class Snapshot:
     received: int = 0
     desired: dict[str, Order] = field(default_factory=dict)
     completed: dict[str, Order] = field(default_factory=dict)
-    replicas: dict[str, Any] = field(default_factory=dict)
+    replicas: dict[str, object] = field(default_factory=dict)
     evicted: dict[str, str] = field(default_factory=dict)
     ever_subscribed: bool = False
     lacking: frozenset[str] = frozenset()

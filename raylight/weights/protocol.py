@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
 from raylight.errors import WeightSyncError
+from raylight.types import JsonObject
 
 UpdateMode = Literal["keep", "wait", "abort"]
 """Handling of requests in flight during a weight update: "keep" continues them with the new weights (each
@@ -27,7 +28,7 @@ class LoraAdapter:
         weights: name to array, as in `adapter_model.safetensors`.
     """
 
-    config: Mapping[str, Any]
+    config: JsonObject
     weights: Mapping[str, Any]
 
 

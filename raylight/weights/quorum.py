@@ -240,7 +240,7 @@ class PendingOrder:
     evicted_before: int
     sender_failure: str = ""
     extensions: set[str] = field(default_factory=set)
-    results: dict[str, Any] = field(default_factory=dict)
+    results: dict[str, object] = field(default_factory=dict)
     failures: dict[str, str] = field(default_factory=dict)
 
     @property

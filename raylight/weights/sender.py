@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import pickle
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -57,7 +57,7 @@ class SenderClient:
         self._members = members or ()
         return members
 
-    def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
+    def init_weight_transfer_engine(self, init_info: dict[str, object]) -> None:
         """Have all replicas join the group, each with the ranks after those of the one before it."""
         infos, offset = {}, 1
         for index, member in enumerate(self._members):
@@ -78,7 +78,7 @@ class SenderClient:
     def send(self, update_info: Any) -> None:
         self._run("send", {member.replica: update_info for member in self._members})
 
-    def _run(self, kind: Phase, infos: dict[str, Any]) -> None:
+    def _run(self, kind: Phase, infos: Mapping[str, object]) -> None:
         """Run a phase on all replicas.
 
         Raises:

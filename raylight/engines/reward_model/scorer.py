@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from raylight.errors import RewardModelError
@@ -85,7 +85,7 @@ def conversation_tokens(tokenizer: Any, conversation: RewardModelInput) -> list[
     return ids
 
 
-def _for_template(message: Mapping[str, Any]) -> JsonObject:
+def _for_template(message: JsonObject) -> JsonObject:
     """Convert a message for the template: content as one string, arguments of calls as mappings."""
     content = message.get("content")
     if isinstance(content, list):

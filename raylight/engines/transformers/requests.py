@@ -299,7 +299,7 @@ class ChatRequest(SamplingBody, MessagesBody):
         """The prompt as token ids, instead of rendered messages; None if the messages are to be rendered."""
         return self.kv_transfer_params.prompt_token_ids if self.kv_transfer_params else None
 
-    def schemas(self) -> Mapping[str, Any]:
+    def schemas(self) -> Mapping[str, object]:
         """Return tool name to the schema of its parameters."""
         return {
             tool.function.name: tool.function.parameters or {"type": "object"} for tool in self.tools or ()

@@ -135,7 +135,7 @@ class Conversations:
         self,
         tokenizer: object,
         capacity_bytes: int = CAPACITY,
-        template_kwargs: Mapping[str, Any] | None = None,
+        template_kwargs: Mapping[str, object] | None = None,
         *,
         tolerate_rewrites: bool = True,
         images: ModelImages | None = None,
@@ -152,7 +152,7 @@ class Conversations:
         self._requests = 0
         """Number of walks through the stored turns."""
 
-    def read(self, scope: AttemptScope, body: Mapping[str, Any]) -> SentConversation:
+    def read(self, scope: AttemptScope, body: JsonObject) -> SentConversation:
         """Return the messages of a chat request in canonical form."""
         messages, tools = body.get("messages"), body.get("tools") or None
         problem, root = "", b""
@@ -365,7 +365,7 @@ class Conversations:
         with suppress(ValueError):  # larger than the whole capacity
             self._attempts[_attempt_key(scope)] = attempt
 
-    def _variables(self, body: Mapping[str, Any]) -> JsonObject:
+    def _variables(self, body: JsonObject) -> JsonObject:
         """Return the template's variables, with the same defaults as vLLM."""
         requested, effort = body.get("chat_template_kwargs") or {}, body.get("reasoning_effort")
         if effort is None:

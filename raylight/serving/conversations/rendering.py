@@ -375,7 +375,7 @@ class Renderer:
         self,
         messages: list[Message],
         tools: Any,
-        kwargs: Mapping[str, Any],
+        kwargs: JsonObject,
         *,
         add_generation_prompt: bool = True,
     ) -> str:

@@ -10,7 +10,6 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from typing import Any
 
 import ray
 from ray import serve
@@ -31,6 +30,7 @@ from raylight.serving.deploy.haproxy_launcher import RESERVED_FILES
 from raylight.serving.deploy.ingress import alive_nodes
 from raylight.serving.deploy.ingress_host import ANY_HOST, Host, ingress_host
 from raylight.serving.deploy.replica import EngineReplica, ReplicaSettings
+from raylight.types import JsonObject
 from raylight.weights.client import CoordinatorClient, call_until_answered
 from raylight.weights.starts import StageTimes, StartProgress
 
@@ -99,7 +99,7 @@ def check_node_size(config: EngineConfig, nodes: list[dict[str, float]]) -> None
         )
 
 
-def common_options(settings: ReplicaSettings) -> dict[str, Any]:
+def common_options(settings: ReplicaSettings) -> JsonObject:
     """Deployment options that do not depend on the engine."""
     config = settings.config
     options: dict[str, object] = {

@@ -59,7 +59,7 @@ class _Piece(msgspec.Struct):
 class _Chunk(msgspec.Struct):
     """A chunk of a streamed answer, as far as it is read; its log-probabilities are skipped."""
 
-    id: Any = None
+    id: object = None
     choices: list[_Piece] | None = None
 
 
@@ -161,7 +161,7 @@ def _merge_call(calls: list[JsonObject], piece: JsonObject) -> None:
         call["function"][name] += (piece.get("function") or {}).get(name) or ""
 
 
-def decode_json(data: str | bytes) -> Any:
+def decode_json(data: str | bytes) -> object:
     """Decode JSON of an engine.
 
     Raises:

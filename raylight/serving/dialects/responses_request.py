@@ -208,9 +208,9 @@ class OutputText(RequestModel):
     type: Literal["output_text"]
     text: str
     annotations: Annotated[list[object], Field(max_length=0)] = Field(default=[])
-    logprobs: list[Any] | None = None
+    logprobs: list[object] | None = None
     """Log-probs of an earlier answer; ignored."""
-    parsed: Any = None
+    parsed: object = None
     """The text as the SDK's `parse` read it, which the SDK sends back; ignored."""
 
 
@@ -548,8 +548,8 @@ class ResponsesRequest(RequestModel):
     reasoning: Reasoning = Reasoning()
     stream: bool = False
     stream_options: ResponsesStreamOptions | None = None
-    store: Any = True
-    metadata: Any = None
+    store: object = True
+    metadata: object = None
     user: Any = None
     truncation: Literal["auto", "disabled"] = "disabled"
     background: Literal[False] = False

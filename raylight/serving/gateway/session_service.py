@@ -53,7 +53,7 @@ class _Body(BaseModel):
 class SessionRequest(_Body):
     """Body of `POST /v1/sessions`."""
 
-    task: Any
+    task: object
     """The task, for the records and for the sessions of its group; any JSON value."""
     group: str | None = Field(default=None, min_length=1, max_length=200)
     """Name of a group of sessions with the same task, whose rewards are compared."""

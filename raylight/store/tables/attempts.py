@@ -275,7 +275,7 @@ class Attempts:
                 )
             self.set_status(attempt, status, failure_from_json(failure), reported=True)
 
-    def _apply_worker_change(self, attempt: AttemptState, columns: dict[str, object]) -> AttemptState:
+    def _apply_worker_change(self, attempt: AttemptState, columns: dict[str, Any]) -> AttemptState:
         """Renew the lease and update both workers after a user changed an attempt's worker or heartbeat."""
         now, previous_worker = self._clock(), attempt.worker_id
         attempt = self.get(attempt.rollout_id, attempt.attempt_id)
@@ -289,7 +289,7 @@ class Attempts:
             self._rollouts.events.queued |= attempt.suspect and previous_worker != attempt.worker_id
         return attempt
 
-    def finish(self, attempt: AttemptState, values: dict[str, object]) -> Row:
+    def finish(self, attempt: AttemptState, values: dict[str, Any]) -> Row:
         """Decide an attempt and return its rollout.
 
         An attempt that was decided before is unchanged, and counted as late.
