@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import difflib
 import warnings
-from typing import Any, Self
+from typing import Self
 
 from pydantic import BaseModel, ConfigDict, ValidationError, ValidationInfo, field_validator
 
 from raylight._utils.bounds import check_plain
 from raylight.errors import ConfigError
+from raylight.types.json_object import JsonObject
 
 MAX_SHOWN = 120
 """Characters of a wrong value that an error message shows."""
@@ -108,7 +109,7 @@ class Config(BaseModel):
         return cls(**settings | arguments)
 
 
-def renewed(cls: str, values: dict[str, Any]) -> dict[str, Any]:
+def renewed(cls: str, values: JsonObject) -> JsonObject:
     """Return the settings of a class with today's names and values, and warn of old ones."""
     found = {}
     for name, value in values.items():

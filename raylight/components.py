@@ -14,6 +14,7 @@ from types import ModuleType
 from typing import Any, TypeVar
 
 from raylight.errors import ConfigError
+from raylight.types import JsonObject
 
 T = TypeVar("T")
 
@@ -52,7 +53,7 @@ def build_component(
         ConfigError: the component cannot be imported, is of another type, or its arguments do not fit. Errors
             raised by the component's own code are not converted.
     """
-    arguments: dict[str, Any] = {}
+    arguments: JsonObject = {}
     source = spec
     if source is None:
         if default is None:

@@ -20,7 +20,7 @@ class AgentThreads:
 
     def __init__(self) -> None:
         self._threads = 0
-        self._tasks: set[asyncio.Task[Any]] = set()
+        self._tasks: set[asyncio.Task[object]] = set()
         """Strong references, because asyncio keeps only weak ones to a task that is not awaited."""
 
     @property

@@ -10,7 +10,7 @@ import functools
 import types
 import typing
 from collections.abc import Iterator
-from typing import Annotated, Any
+from typing import Annotated
 
 from pydantic import BaseModel, Field
 
@@ -43,7 +43,7 @@ Seed = Annotated[int, Field(ge=0, le=MAX_SEED)]
 """Seed of random numbers."""
 
 
-def is_number(value: Any, low: float, high: float) -> bool:
+def is_number(value: object, low: float, high: float) -> bool:
     """Return True for a number from `low` to `high`; a bool is none."""
     return isinstance(value, int | float) and not isinstance(value, bool) and low <= value <= high
 

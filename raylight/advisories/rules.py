@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 from raylight._utils.files import read_table
 from raylight.advisories import conditions
 from raylight.advisories.conditions import Find
+from raylight.types import JsonObject
 
 Level = Literal["alarm", "warning", "hint"]
 
@@ -22,7 +23,7 @@ class Rule(NamedTuple):
     remedy: str
 
 
-def _rule(kind: str, entry: dict[str, Any]) -> Rule:
+def _rule(kind: str, entry: JsonObject) -> Rule:
     find = entry.get("find", kind)
     if isinstance(find, dict):
         ((maker, arguments),) = find.items()

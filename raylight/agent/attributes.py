@@ -10,7 +10,6 @@ import json
 import traceback
 from collections.abc import Mapping
 from numbers import Integral, Real
-from typing import Any
 
 from raylight.errors import EmitError, EmitTypeError
 from raylight.types import Attributes, JsonObject
@@ -49,7 +48,7 @@ def _is_leaf_list(nested: object) -> bool:
     return len(kinds) == 1 and kinds <= {str, bool, int, float}
 
 
-def to_builtin(value: object) -> Any:
+def to_builtin(value: object) -> object:
     """Convert a primitive of a subclass, of numpy or of torch to the builtin type; keep other values."""
     if isinstance(value, bool):
         return value
@@ -64,7 +63,7 @@ def to_builtin(value: object) -> Any:
     return value
 
 
-def encode_value(value: object) -> Any:
+def encode_value(value: object) -> object:
     """Convert a value for a span; values that are not primitive become JSON text. Never raises."""
     value = to_builtin(value)
     if isinstance(value, str | bool | int | float):

@@ -15,7 +15,7 @@ from raylight.agent.litagent import LitAgent, RolloutResult
 from raylight.agent.prompts import PromptTemplate
 from raylight.agent.resources import LLM, NamedResources
 from raylight.errors import AgentSignatureError
-from raylight.types import Rollout
+from raylight.types import JsonObject, Rollout
 
 logger = logging.getLogger(__name__)
 
@@ -82,11 +82,11 @@ class FunctionalLitAgent(LitAgent[Any]):
     def declared_resources(self) -> NamedResources:
         return dict(self._declared)
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *args: object, **kwargs: object) -> Any:
         """Call the undecorated function."""
         return self._function(*args, **kwargs)
 
-    def __reduce__(self) -> tuple[Any, ...]:
+    def __reduce__(self) -> tuple[object, ...]:
         """Pickle as the function, by value, or by its name if cloudpickle cannot send what it refers to."""
         settings = {
             "declared": self._declared,
@@ -167,7 +167,7 @@ class FunctionalLitAgent(LitAgent[Any]):
             or (name in TYPED_PARAMETERS and any(map(TYPED_PARAMETERS[name], resources.values())))
         )
 
-    def _arguments(self, task: object, resources: NamedResources, rollout: Rollout) -> dict[str, Any]:
+    def _arguments(self, task: object, resources: NamedResources, rollout: Rollout) -> dict[str, object]:
         builtin = {"task": task, "rollout": rollout, "resources": resources}
         arguments = {self._task_name: task}
         for name in self._names:
@@ -179,7 +179,7 @@ class FunctionalLitAgent(LitAgent[Any]):
                 raise AgentSignatureError(self._missing_message([name], resources))
         return arguments
 
-    def _resource(self, name: str, resources: NamedResources, rollout: Rollout) -> Any:
+    def _resource(self, name: str, resources: NamedResources, rollout: Rollout) -> object:
         if name in resources:
             resource = resources[name]
         else:
@@ -197,11 +197,11 @@ class FunctionalLitAgent(LitAgent[Any]):
         )
 
 
-def _rebuild(function: Callable[..., object], settings: dict[str, Any]) -> FunctionalLitAgent:
+def _rebuild(function: Callable[..., object], settings: JsonObject) -> FunctionalLitAgent:
     return FunctionalLitAgent(function, **settings)
 
 
-def _import(module: str, qualname: str, settings: dict[str, Any]) -> FunctionalLitAgent:
+def _import(module: str, qualname: str, settings: JsonObject) -> FunctionalLitAgent:
     found: Any = importlib.import_module(module)
     for name in qualname.split("."):
         found = getattr(found, name)
@@ -227,7 +227,7 @@ def _is_picklable(function: Callable[..., object]) -> bool:
     return True
 
 
-def _unwrap_partial(function: object) -> Any:
+def _unwrap_partial(function: object) -> object:
     """Return the function inside nested `functools.partial` objects."""
     while isinstance(function, functools.partial):
         function = function.func

@@ -34,7 +34,7 @@ from raylight.traces.context import record_span
 from raylight.traces.reward_spans import SpanLike, named_rewards
 from raylight.types import Attributes, SpanCoreFields
 
-Function = TypeVar("Function", bound=Callable[..., Any])
+Function = TypeVar("Function", bound=Callable[..., object])
 
 
 def emit_reward(
@@ -42,7 +42,7 @@ def emit_reward(
     *,
     primary_key: str | None = None,
     agent: str | None = None,
-    attributes: dict[str, Any] | None = None,
+    attributes: Attributes | None = None,
     propagate: bool = True,
 ) -> SpanCoreFields:
     """Record a reward.
@@ -81,19 +81,19 @@ def reward(function: Function) -> Function:
     if inspect.iscoroutinefunction(function):
 
         @functools.wraps(function)
-        async def call_async(*args: object, **kwargs: object) -> Any:
+        async def call_async(*args: object, **kwargs: object) -> object:
             return _rewarded(await function(*args, **kwargs))
 
         return call_async  # type: ignore[return-value]
 
     @functools.wraps(function)
-    def call(*args: Any, **kwargs: Any) -> Any:
+    def call(*args: object, **kwargs: object) -> Any:
         return _rewarded(function(*args, **kwargs))
 
     return call  # type: ignore[return-value]
 
 
-def _rewarded(result: object) -> Any:
+def _rewarded(result: object) -> object:
     if result is not None:
         emit_reward(result)
     return result
@@ -119,7 +119,7 @@ def emit_state(key: object, propagate: bool = True) -> SpanCoreFields:
     return record_span(STATE, {STATE_KEY: text}, propagate=propagate)
 
 
-def emit_annotation(annotation: dict[str, Any], propagate: bool = True) -> SpanCoreFields:
+def emit_annotation(annotation: Attributes, propagate: bool = True) -> SpanCoreFields:
     """Record an annotation of the rollout or of other spans. Nested dicts and lists become dotted attributes.
 
     Raises:
@@ -129,7 +129,7 @@ def emit_annotation(annotation: dict[str, Any], propagate: bool = True) -> SpanC
 
 
 def emit_message(
-    message: str, attributes: dict[str, Any] | None = None, propagate: bool = True
+    message: str, attributes: Attributes | None = None, propagate: bool = True
 ) -> SpanCoreFields:
     """Record a line of text.
 
@@ -145,7 +145,7 @@ def emit_message(
 
 
 def emit_object(
-    object: Any, attributes: dict[str, Any] | None = None, propagate: bool = True
+    object: object, attributes: Attributes | None = None, propagate: bool = True
 ) -> SpanCoreFields:
     """Record an object: a primitive, bytes, any value that JSON can represent, or a pydantic model.
 
@@ -157,7 +157,7 @@ def emit_object(
 
 
 def emit_exception(
-    exception: BaseException, attributes: dict[str, Any] | None = None, propagate: bool = True
+    exception: BaseException, attributes: Attributes | None = None, propagate: bool = True
 ) -> SpanCoreFields:
     """Record an exception that the agent caught, with OpenTelemetry's `exception.*` attributes.
 
@@ -208,7 +208,7 @@ def get_object_value(span: SpanLike) -> Any:
     Raises:
         EmitError: the object cannot be decoded.
     """
-    attributes = span.attributes or {}
+    attributes: Attributes = {**(span.attributes or {})}
     kind = attributes.get(OBJECT_TYPE, "str")
     try:
         if OBJECT_JSON in attributes:

@@ -185,7 +185,7 @@ class Operation:
 
 @overload
 def operation(
-    fn: Function, *, propagate: bool = True, name: str | None = None, **attributes: Any
+    fn: Function, *, propagate: bool = True, name: str | None = None, **attributes: object
 ) -> Function: ...
 
 

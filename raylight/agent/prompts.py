@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 import string
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 from raylight.agent.resources import LLM, ProxyLLM, Resource
 from raylight.errors import PromptError
@@ -79,7 +79,7 @@ class _PlainFormatter(string.Formatter):
 
     def get_field(
         self, field_name: str, args: Sequence[object], kwargs: Mapping[str, object]
-    ) -> tuple[Any, str]:
+    ) -> tuple[object, str]:
         return kwargs[_check_name(field_name)], field_name
 
 

@@ -15,6 +15,7 @@ from raylight.agent.attempt_keys import KeyUse, attempt_key, attempt_path
 from raylight.agent.clients import Provider, async_client, sync_client
 from raylight.base_config import Config, validation_message
 from raylight.errors import ConfigError
+from raylight.types import JsonObject
 
 if TYPE_CHECKING:
     from anthropic import Anthropic, AsyncAnthropic
@@ -46,7 +47,7 @@ class SamplingParameters(Config):
     repetition_penalty: float | None = Field(default=None, gt=0, le=MAX_FACTOR)
 
 
-def check_sampling(values: dict[str, Any]) -> dict[str, Any]:
+def check_sampling(values: JsonObject) -> JsonObject:
     """Return sampling parameters unchanged after a check of their types and bounds.
 
     Raises:
@@ -190,7 +191,7 @@ class LLM(Resource):
         """
         if not self.routed:
             return self
-        update: dict[str, Any] = {"endpoint": self._route(attempt_path(rollout_id, attempt_id))}
+        update: JsonObject = {"endpoint": self._route(attempt_path(rollout_id, attempt_id))}
         if self.traced:
             ids = (secret, rollout_id, attempt_id)
             use: KeyUse = "train" if trains else "model"

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from raylight._utils.files import read_table
+from raylight.types.json_object import JsonObject
 
 BOARD = Path(__file__).parent / "raylight_grafana_dashboard.json"
 """Grafana's board of the metrics. Written by `scripts/generate_board.py`."""
@@ -46,15 +47,15 @@ class MetricSpec:
         return tuple(f"{RAY_PREFIX}{self.name}{suffix}" for suffix in suffixes)
 
 
-def _spec(source: Source, name: str, entry: str | dict[str, Any]) -> MetricSpec:
+def _spec(source: Source, name: str, entry: str | JsonObject) -> MetricSpec:
     """Return the metric of an entry in `metrics.yaml`."""
-    fields: dict[str, Any] = {"help": entry} if isinstance(entry, str) else dict(entry)
+    fields: JsonObject = {"help": entry} if isinstance(entry, str) else dict(entry)
     kind: Kind = fields.pop("kind", "counter" if name.endswith("_total") else "gauge")
     labels = fields.pop("labels", ["replica"] if source == "gateway" else [])
     return MetricSpec(PREFIX + name, kind, source=source, labels=tuple(labels), **fields)
 
 
-_TABLE: dict[Source, dict[str, Any]] = read_table(Path(__file__).with_name("metrics.yaml"))
+_TABLE: dict[Source, JsonObject] = read_table(Path(__file__).with_name("metrics.yaml"))
 _SPECS = [_spec(source, name, entry) for source, part in _TABLE.items() for name, entry in part.items()]
 METRICS = {spec.name: spec for spec in _SPECS}
 """All metrics by name."""

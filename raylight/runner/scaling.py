@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Coroutine, Mapping
-from typing import Any, Protocol
+from typing import Protocol
 
 from raylight._utils.aio import task_group
 from raylight.errors import RaylightError
@@ -45,7 +45,7 @@ class ScaleRequests:
         self._show = show
         self._executing: dict[str, asyncio.Task[None]] = {}
 
-    def watches(self) -> list[Coroutine[Any, Any, object]]:
+    def watches(self) -> list[Coroutine[object, object, object]]:
         """Return a coroutine that executes requests until it is cancelled."""
         return [self._run_requests()]
 

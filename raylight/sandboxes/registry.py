@@ -5,13 +5,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import weakref
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field, replace
-from typing import Any, cast
+from typing import cast
 
 from raylight.components import import_dotted_name
 from raylight.errors import ConfigError
 from raylight.sandboxes.sandbox import Sandbox, SandboxLimits
+from raylight.types import JsonObject
 
 BACKENDS = {
     "apptainer": "raylight.sandboxes.container.ApptainerSandbox",
@@ -41,7 +42,7 @@ class SandboxSpec:
     """Start of the sandbox: an image, a template, a host."""
     limits: SandboxLimits = field(default_factory=SandboxLimits)
     """Limits of the sandbox."""
-    options: Mapping[str, Any] = field(default_factory=dict)
+    options: JsonObject = field(default_factory=dict)
     """Further keyword arguments of the backend's class."""
 
     @classmethod

@@ -217,7 +217,7 @@ async def _serve(
         url, _ = await asyncio.gather(serving.start(), trainer.wait_ready())
         checkpoints = Checkpoints(folder)
 
-        async def fetch(path: str) -> list[Any]:
+        async def fetch(path: str) -> list[object]:
             adapter = await asyncio.to_thread(checkpoints.load, CheckpointPath.parse(path))
             return [ray.put(adapter)]
 

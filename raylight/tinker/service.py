@@ -62,7 +62,7 @@ class TinkerService:
         self.models = Models(settings.max_models, settings.max_waiting)
         self.promises = Promises()
         self.samplers = SamplingClients(settings, engines, checkpoints, self.promises)
-        self._tasks: set[asyncio.Task[Any]] = set()
+        self._tasks: set[asyncio.Task[object]] = set()
         self._start(self._watch_trainer())
 
     # models
@@ -222,13 +222,13 @@ class TinkerService:
         except LearnerLostError as error:
             self._on_lost(error)
 
-    def _start(self, work: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
+    def _start(self, work: Coroutine[object, object, object]) -> asyncio.Task[object]:
         task = asyncio.create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._finish)
         return task
 
-    def _finish(self, task: asyncio.Task[Any]) -> None:
+    def _finish(self, task: asyncio.Task[object]) -> None:
         self._tasks.discard(task)
         if not task.cancelled() and (error := task.exception()) is not None:
             logger.error("a background task of the Tinker API failed", exc_info=error)
@@ -313,7 +313,9 @@ class TinkerService:
             overwrite=overwrite,
         )
 
-    async def _train(self, model: TenantModel, method: Callable[..., Awaitable[Any]], *args: Any) -> Any:
+    async def _train(
+        self, model: TenantModel, method: Callable[..., Awaitable[object]], *args: object
+    ) -> Any:
         """Call a method of the trainer for a model. One whose adapter was lost is not called again."""
         if model.lost is None:
             try:

@@ -126,7 +126,7 @@ def _with_lists(node: object) -> object:
     return {key: _with_lists(value) for key, value in node.items()}
 
 
-def unflatten_list(attributes: Mapping[str, Any], prefix: str) -> list[Any]:
+def unflatten_list(attributes: Mapping[str, object], prefix: str) -> list[Any]:
     """Return the entries under `prefix.N.`, in order, without those under other keys."""
     value = unflatten(attributes, prefix)
     if isinstance(value, dict):

@@ -63,11 +63,11 @@ class LangChainHandler(BaseCallbackHandler):
     def on_chain_start(
         self,
         serialized: Mapping[str, Any] | None,
-        inputs: Any,
+        inputs: object,
         *,
         run_id: UUID,
         parent_run_id: UUID | None = None,
-        metadata: Mapping[str, Any] | None = None,
+        metadata: Mapping[str, object] | None = None,
         **kwargs: Any,
     ) -> None:
         name = kwargs.get("name") or (serialized or {}).get("name")

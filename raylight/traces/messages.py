@@ -134,7 +134,7 @@ def recorded_messages(attributes: Mapping[str, object]) -> tuple[object, object]
 
 def _recorded(
     attributes: Mapping[str, object], flat: Callable[[Mapping[str, Any], str], object]
-) -> tuple[tuple[Any, ...], tuple[Any, ...], Any]:
+) -> tuple[tuple[object, ...], tuple[object, ...], object]:
     """Return the prompt and the answers of a call in each convention, and Weave's choices.
 
     Args:

@@ -7,7 +7,7 @@ import logging
 import math
 from collections.abc import Iterable, Mapping
 from numbers import Real
-from typing import Any, Protocol, TypeVar
+from typing import Protocol, TypeVar
 
 from pydantic import BaseModel
 
@@ -33,7 +33,7 @@ class SpanLike(Protocol):
     def name(self) -> str: ...
 
     @property
-    def attributes(self) -> Mapping[str, Any] | None: ...
+    def attributes(self) -> Mapping[str, object] | None: ...
 
 
 SpanT = TypeVar("SpanT", bound=SpanLike)

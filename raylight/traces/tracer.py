@@ -338,7 +338,7 @@ def _traces_url(endpoint: str) -> str:
 class SpanStore(Protocol):
     """Protocol of stores that spans are written to, such as a StoreClient."""
 
-    async def add_many_spans(self, spans: Sequence[Span]) -> Any: ...
+    async def add_many_spans(self, spans: Sequence[Span]) -> object: ...
 
 
 class TraceContext:

@@ -279,7 +279,7 @@ def match_rewards(
     return matched
 
 
-def read_triplet(attributes: Mapping[str, Any], agent: str | None) -> Triplet:
+def read_triplet(attributes: Mapping[str, object], agent: str | None) -> Triplet:
     """Build the triplet of a call, without its reward.
 
     `prompt` has `token_ids`, `raw_content` (the messages as the span records them, or None) and `image_urls`.
@@ -354,7 +354,7 @@ def _numbers(*recorded: object) -> list[Any]:
     return []
 
 
-def _logprobs(attributes: Mapping[str, Any]) -> list[float]:
+def _logprobs(attributes: Mapping[str, object]) -> list[float]:
     """Return the response tokens' log-probs, from raylight's attribute or OpenAI's `logprobs.content`."""
     entries = parse_literal(attributes.get("logprobs.content"))
     openai = (

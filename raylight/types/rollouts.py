@@ -11,6 +11,7 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator, model_valida
 
 from raylight._utils.bounds import MAX_COUNT, MAX_FACTOR, MAX_SECONDS
 from raylight.base_config import Config
+from raylight.types.json_object import JsonObject
 
 FailureKind = Literal[
     "agent", "reward", "hook", "truncated", "timeout", "unresponsive", "cancelled", "infrastructure"
@@ -163,7 +164,7 @@ class Attempt(StrictModel):
     last_heartbeat_time: float | None = None
     """Time of its last span, or of the last heartbeat of its worker for it."""
     failure: Failure | None = None
-    metadata: dict[str, Any] | None = None
+    metadata: JsonObject | None = None
 
     @property
     def truncated(self) -> Budget | None:
@@ -183,7 +184,7 @@ class EnqueueRolloutRequest(StrictModel):
     """Version of the resources. None: the latest one at the time of enqueueing."""
     config: RolloutConfig = Field(default_factory=RolloutConfig)
     """Time limits and retries. None: the defaults."""
-    metadata: dict[str, Any] = Field(default_factory=dict)
+    metadata: JsonObject = Field(default_factory=dict)
     rollout_id: str | None = None
     """Id chosen by the caller. None: the store assigns one. Enqueueing a known id returns the existing
     rollout."""
@@ -273,7 +274,7 @@ class Worker(StrictModel):
 
     worker_id: str
     status: WorkerStatus = "unknown"
-    heartbeat_stats: dict[str, Any] | None = None
+    heartbeat_stats: JsonObject | None = None
     last_heartbeat_time: float | None = None
     last_dequeue_time: float | None = None
     last_busy_time: float | None = None
@@ -293,7 +294,7 @@ class ResourcesUpdate(StrictModel):
     """1 for the first version; `update_resources` increments it."""
     create_time: float
     update_time: float
-    resources: dict[str, Any]
+    resources: JsonObject
 
 
 class StepGroups(NamedTuple):

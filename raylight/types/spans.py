@@ -13,6 +13,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from raylight.errors import SpanError
 from raylight.semconv import VIRTUAL
+from raylight.types.json_object import JsonObject
 
 if TYPE_CHECKING:
     from opentelemetry.sdk.resources import Resource
@@ -298,4 +299,4 @@ class Triplet(BaseModel):
     `StoreClient.read_images` returns the files of `raylight-image:` URLs, by the digests after the colon."""
     response: Any
     reward: float | None = None
-    metadata: dict[str, Any] = Field(default_factory=dict)
+    metadata: JsonObject = Field(default_factory=dict)

@@ -10,6 +10,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from raylight.types.history import HistoryNote
 from raylight.types.images import PlacedImage, compared_ids
+from raylight.types.json_object import JsonObject
 from raylight.types.rollouts import Rollout
 from raylight.types.spans import Span
 from raylight.types.token_sets import NO_TOKEN_SETS, TokenSets
@@ -92,7 +93,7 @@ class Generation:
     finish_reason: FinishReason
     start_time: float
     end_time: float
-    sampling: dict[str, Any] = field(default_factory=dict)
+    sampling: JsonObject = field(default_factory=dict)
     agent: str | None = None
     """Id of the calling agent, if the rollout has several agents and names them (`llm.for_agent`)."""
     history: HistoryNote | None = None

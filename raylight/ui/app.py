@@ -148,7 +148,7 @@ STATUSES: dict[type[Exception], int] = {
 }
 """Statuses of errors; others are those of a store that cannot be read."""
 
-Answer = Callable[[Request], Awaitable[Any]]
+Answer = Callable[[Request], Awaitable[object]]
 
 
 class Ui:
@@ -203,7 +203,7 @@ class Ui:
 
     # runs
 
-    async def runs(self, request: Request) -> Any:
+    async def runs(self, request: Request) -> object:
         folders = await asyncio.to_thread(self.find)
         return {"runs": [await asyncio.to_thread(folder.card) for folder in folders]}
 
@@ -211,7 +211,7 @@ class Ui:
         """Return a run's card with all that its page shows beside curves."""
         return await asyncio.to_thread(self.run(request).folder.details)
 
-    async def metrics(self, request: Request) -> Any:
+    async def metrics(self, request: Request) -> object:
         metrics = self.run(request).folder.metrics
         await asyncio.to_thread(metrics.refresh)
         names = request.query_params.get("names")
@@ -233,7 +233,7 @@ class Ui:
         ]
         return {"items": items, "scores": await asyncio.to_thread(folder.evaluation)}
 
-    async def workers(self, request: Request) -> Any:
+    async def workers(self, request: Request) -> object:
         """Return what the runners, replicas and learners of a run do."""
         run = self.run(request)
         return await show_workers(await run.store(), run.folder)
@@ -247,7 +247,7 @@ class Ui:
 
     # rollouts
 
-    async def rollouts(self, request: Request) -> Any:
+    async def rollouts(self, request: Request) -> object:
         """Return a page of the rollouts that match."""
         index, query = await self.run(request).index(), request.query_params
         limit, offset = _integer(query, "limit", 100, 1, MAX_PAGE), _integer(query, "offset", 0, 0, 2**31)
@@ -274,13 +274,13 @@ class Ui:
         index = await self.run(request).index()
         return {"items": await asyncio.to_thread(index.failures)}
 
-    async def group(self, request: Request) -> Any:
+    async def group(self, request: Request) -> object:
         run = self.run(request)
         return await rollout_view.show_group(
             await run.store(), await run.index(), run.records, request.path_params["group"]
         )
 
-    async def rollout(self, request: Request) -> Any:
+    async def rollout(self, request: Request) -> object:
         """Return a rollout, with the sizes of its rows of tokens."""
         run, name = self.run(request), request.path_params["rollout"]
         shown = await rollout_view.show_rollout(
@@ -314,7 +314,7 @@ class Ui:
         bins = _integer(request.query_params, "bins", 512, 1, token_view.MAX_BINS)
         return {"total": len(row.ids), "columns": await asyncio.to_thread(token_view.summary, row, bins)}
 
-    async def raw(self, request: Request) -> Any:
+    async def raw(self, request: Request) -> object:
         """Return what is stored of a rollout."""
         return await rollout_view.show_raw(await self.run(request).store(), request.path_params["rollout"])
 
@@ -366,7 +366,7 @@ def _filters(query: Any) -> JsonObject:
     Raises:
         QueryError: a value is not a number.
     """
-    values: dict[str, Any] = {name: query[name] for name in FILTERS if query.get(name)}
+    values: JsonObject = {name: query[name] for name in FILTERS if query.get(name)}
     for name in ("step", "min_reward", "max_reward"):
         if name in values:
             try:

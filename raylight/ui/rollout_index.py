@@ -20,7 +20,6 @@ import threading
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 from raylight.errors import QueryError
 from raylight.store.overview import RolloutLine, RolloutOverview
@@ -137,7 +136,7 @@ class RolloutIndex:
 
     def find(
         self,
-        filters: Mapping[str, Any],
+        filters: Mapping[str, object],
         *,
         sort: str = "position",
         order: str = "asc",
@@ -172,7 +171,7 @@ class RolloutIndex:
             ).fetchall()
         return total, list(map(_card, rows))
 
-    def points(self, filters: Mapping[str, Any], limit: int) -> tuple[int, dict[str, list[Any]]]:
+    def points(self, filters: Mapping[str, object], limit: int) -> tuple[int, dict[str, list[object]]]:
         """Return the number of rollouts that match, and columns of at most about `limit` of them, evenly
         sampled.
 

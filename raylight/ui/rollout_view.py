@@ -200,7 +200,7 @@ def advantages_of(
     return means
 
 
-def plain(value: object) -> Any:
+def plain(value: object) -> object:
     """Return a value as JSON has it; what JSON lacks as text."""
     if isinstance(value, float):
         return value if np.isfinite(value) else None

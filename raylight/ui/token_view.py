@@ -7,7 +7,7 @@ import logging
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -144,7 +144,7 @@ def _add_records(rows: Sequence[TokenRow], recorded: Sequence[RecordedRow]) -> N
         row.trained[:] = 0
 
 
-def page(row: TokenRow, offset: int, limit: int, tokenizer: TokenTexts | None) -> dict[str, list[Any]]:
+def page(row: TokenRow, offset: int, limit: int, tokenizer: TokenTexts | None) -> dict[str, list[object]]:
     """Return a part of a row as columns.
 
     Raises:

@@ -172,7 +172,7 @@ class PolicySettings(OptimizerSettings, CorrectionSettings):
     """Passes over a batch."""
 
     _estimator: Callable[..., object] | None = PrivateAttr(default=None)
-    _loss: Callable[..., Any] | None = PrivateAttr(default=None)
+    _loss: Callable[..., object] | None = PrivateAttr(default=None)
     _local_teachers: tuple[str, ...] = PrivateAttr(default=())
 
     @model_validator(mode="before")
@@ -209,7 +209,7 @@ class PolicySettings(OptimizerSettings, CorrectionSettings):
         return self._estimator
 
     @property
-    def user_loss(self) -> Callable[..., Any] | None:
+    def user_loss(self) -> Callable[..., object] | None:
         """The user's policy loss; None for one of verl's."""
         return self._loss
 

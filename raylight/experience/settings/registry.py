@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from raylight.errors import ConfigError
 from raylight.experience.settings.advantages import ADVANTAGES, USER_BASELINES, BaselineKind
 from raylight.experience.settings.losses import LOSSES
 
-Function = TypeVar("Function", bound=Callable[..., Any])
+Function = TypeVar("Function", bound=Callable[..., object])
 
 
 def advantage_estimator(

@@ -13,7 +13,7 @@ import difflib
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, get_args
+from typing import get_args
 
 from pydantic import BaseModel
 
@@ -21,7 +21,7 @@ from raylight.base_config import Config
 from raylight.errors import ConfigError
 from raylight.types import JsonObject
 
-Function = Callable[..., Any]
+Function = Callable[..., object]
 
 
 class Variant(Config):
@@ -118,7 +118,7 @@ class VariantTable:
             return self.user
         return next(variant for variant in self.variants if name in names_of(variant))
 
-    def parse(self, value: object) -> Any:
+    def parse(self, value: object) -> object:
         """Return the variant that a mapping of `nest` describes; anything else as it is."""
         return self.variant(value["name"])(**value) if isinstance(value, Mapping) else value
 

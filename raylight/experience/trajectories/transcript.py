@@ -96,7 +96,7 @@ class _Transcript:
 
     def __init__(self, finished: FinishedRollout, full: bool, rules: RowRules) -> None:
         self._finished, self._full = finished, full
-        self._calls: dict[Any, Generation] = {call.key.call_id: call for call in finished.generations}
+        self._calls: dict[object, Generation] = {call.key.call_id: call for call in finished.generations}
         tree = SpanTree.from_spans(finished.spans)
         tree.repair_hierarchy()
         self._agents = tree.agents_of_responses()
@@ -107,7 +107,7 @@ class _Transcript:
         self._lineages = {
             call.key.call_id: lineage for call, lineage in zip(finished.generations, lineages, strict=True)
         }
-        self._last_messages: dict[str | None, list[Any]] = {}
+        self._last_messages: dict[str | None, list[object]] = {}
         """Messages of each agent's last call, with the answer."""
 
     def lines(self) -> Iterator[str]:

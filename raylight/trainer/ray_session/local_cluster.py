@@ -35,6 +35,7 @@ from raylight._utils.no_proxy import is_loopback
 from raylight.errors import ClusterStartError, summarize_ray_error
 from raylight.ray_metrics.table import BOARD
 from raylight.trainer.ray_session.blocking import ignored_interrupts
+from raylight.types import JsonObject
 
 logger = logging.getLogger(__name__)
 
@@ -100,7 +101,7 @@ def start_local_cluster(timeout_s: float, log_to_driver: bool = True, **options:
             logger.warning("%s. Starting it again, attempt %d of %d", error, attempt + 1, START_ATTEMPTS)
 
 
-def _start(timeout_s: float, log_to_driver: bool, options: dict[str, Any]) -> None:
+def _start(timeout_s: float, log_to_driver: bool, options: JsonObject) -> None:
     before, began = _children(), time.monotonic()
     nodes: list[_LocalNode] = []
     try:
@@ -220,7 +221,7 @@ class _LocalNode(ray_node.Node):
         log_monitor: start Ray's log monitor, which only sends the output of actors to the driver.
     """
 
-    _dashboard: dict[str, Any] | None = None
+    _dashboard: JsonObject | None = None
 
     def __init__(
         self, created: list[_LocalNode], log_monitor: bool, ray_params: RayParams, **options: Any
