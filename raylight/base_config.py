@@ -10,7 +10,6 @@ from pydantic import BaseModel, ConfigDict, ValidationError, ValidationInfo, fie
 
 from raylight._utils.bounds import check_plain
 from raylight.errors import ConfigError
-from raylight.types.json_object import JsonObject
 
 MAX_SHOWN = 120
 """Characters of a wrong value that an error message shows."""
@@ -109,7 +108,7 @@ class Config(BaseModel):
         return cls(**settings | arguments)
 
 
-def renewed(cls: str, values: JsonObject) -> JsonObject:
+def renewed(cls: str, values: dict[str, object]) -> dict[str, object]:
     """Return the settings of a class with today's names and values, and warn of old ones."""
     found = {}
     for name, value in values.items():

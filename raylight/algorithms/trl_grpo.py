@@ -100,9 +100,7 @@ class TrlGRPO(Algorithm):
         self._flush()
         save_adapter(trainer.model, checkpoint)
 
-    def _build_trainer(
-        self, path: str, checkpoint: Path, tasks: list[object], val_tasks: list[object]
-    ) -> Any:
+    def _build_trainer(self, path: str, checkpoint: Path, tasks: list[Any], val_tasks: list[Any]) -> Any:
         from transformers import AutoModelForCausalLM, AutoTokenizer
         from trl import GRPOTrainer
 

@@ -371,9 +371,7 @@ class Queries:
         except UnicodeEncodeError:
             return []
 
-    def _fetch_page(
-        self, columns: str, source: str, order: str, values: list[object], page: Page
-    ) -> PageRows:
+    def _fetch_page(self, columns: str, source: str, order: str, values: list[Any], page: Page) -> PageRows:
         rows = self._fetch_all(f"SELECT {columns} FROM {source}{order}", values)
         return rows, self._total(rows, page, f"SELECT COUNT(*) FROM {source}", values)
 

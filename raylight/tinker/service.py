@@ -313,9 +313,7 @@ class TinkerService:
             overwrite=overwrite,
         )
 
-    async def _train(
-        self, model: TenantModel, method: Callable[..., Awaitable[object]], *args: object
-    ) -> Any:
+    async def _train(self, model: TenantModel, method: Callable[..., Awaitable[Any]], *args: Any) -> Any:
         """Call a method of the trainer for a model. One whose adapter was lost is not called again."""
         if model.lost is None:
             try:

@@ -257,12 +257,7 @@ class Trainer:
 
     @accept_synonyms(val_data="val_dataset")
     async def train(
-        self,
-        agent: object = None,
-        train_dataset: object = None,
-        val_dataset: object = None,
-        *,
-        resume: Resume = False,
+        self, agent: Any = None, train_dataset: Any = None, val_dataset: Any = None, *, resume: Resume = False
     ) -> JsonObject:
         """`fit` for asynchronous callers. Cancelling it stops the run and cleans up."""
         if self.role == "runner":

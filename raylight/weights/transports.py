@@ -133,8 +133,7 @@ def open_sender(
     name: str, settings: SenderSettings, client: SyncClient, source: WeightStream
 ) -> WeightSender:
     """Open the learners' side of a transfer with all engines. A collective of the learner ranks."""
-    sender: WeightSender = import_dotted_name(find_transport(name).sender, WHERE)(settings, client, source)
-    return sender
+    return import_dotted_name(find_transport(name).sender, WHERE)(settings, client, source)
 
 
 def vllm_backend(name: str) -> str:
@@ -146,5 +145,4 @@ def make_receiver(name: str) -> WeightReceiver:
     """Return the side of an engine other than vLLM; "auto" as for `vllm_backend`."""
     dotted = find_transport("gloo" if name == "auto" else name).receiver
     assert dotted is not None, "choose_transport has refused it"
-    receiver: WeightReceiver = import_dotted_name(dotted, WHERE)()
-    return receiver
+    return import_dotted_name(dotted, WHERE)()

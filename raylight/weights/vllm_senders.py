@@ -170,5 +170,4 @@ def _free_port(host: str) -> int:
     """Return a port on which vLLM can open its store."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with socket.create_server((host, 0), family=family) as listener:
-        port: int = listener.getsockname()[1]
-    return port
+        return listener.getsockname()[1]

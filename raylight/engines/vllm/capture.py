@@ -243,13 +243,9 @@ def _wrap_output(state: RequestState, sample: Sample) -> Callable[..., object]:
         if finish_reason is not None:
             sample.finish_reason = FINISH.get(finish_reason, "aborted")
         state.routed_experts_chunks.clear()
+        params = kv_transfer_params or None
         return make_output(
-            new_token_ids,
-            pooling_output,
-            finish_reason,
-            stop_reason,
-            kv_transfer_params or None,
-            ec_transfer_params,
+            new_token_ids, pooling_output, finish_reason, stop_reason, params, ec_transfer_params
         )
 
     return make_request_output

@@ -244,5 +244,4 @@ class CandidateRecorder:
         rows, self._rows = self._rows, []  # later in the step, vLLM gathers log-probs of prompts
         if rows:
             self._found = find_candidates(logprobs[rows])
-        gathered: LogprobsTensors = self._gather(logprobs, num_logprobs, token_ids)
-        return gathered
+        return self._gather(logprobs, num_logprobs, token_ids)

@@ -256,8 +256,7 @@ class VllmEngine:
         )
         name, lora = f"logprobs-{uuid.uuid4().hex}", self._adapters.find(adapter) if adapter else None
         outputs = [o async for o in self._client.generate(tokens_input(ids), params, name, lora_request=lora)]
-        entries: list[dict[int, object]] = outputs[-1].prompt_logprobs[1:]
-        return entries
+        return outputs[-1].prompt_logprobs[1:]
 
     async def sleep(self, level: int = 1) -> str | None:
         config = self._client.vllm_config

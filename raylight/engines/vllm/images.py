@@ -130,11 +130,6 @@ def _keep_expanded(processor: Any) -> object:
         found = processor._find_mm_placeholders(prompt_ids, mm_prompt_updates)
         if all(len(found.get(kind, ())) == count for kind, count in counts.items()):
             return prompt_ids, found
-        return apply(
-            mm_items=mm_items,
-            prompt_ids=prompt_ids,
-            mm_kwargs=mm_kwargs,
-            mm_prompt_updates=mm_prompt_updates,
-        )
+        return apply(mm_items, prompt_ids, mm_kwargs, mm_prompt_updates)
 
     return apply_unless_expanded

@@ -46,5 +46,4 @@ class PromptTemperatures:
 
     def _scale(self, logits: torch.Tensor) -> torch.Tensor:
         scaled = logits if self._temperature == 1 else logits.float() / self._temperature
-        logprobs: torch.Tensor = self._normalise(scaled)
-        return logprobs
+        return self._normalise(scaled)

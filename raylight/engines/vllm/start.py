@@ -6,10 +6,6 @@ import copy
 from collections.abc import Mapping
 from typing import Any
 
-from ray.util.placement_group import PlacementGroup
-from vllm.config import VllmConfig
-from vllm.v1.engine.async_llm import AsyncLLM
-
 from raylight.log import kept_root_logger
 
 with kept_root_logger():  # the import prints the messages of all libraries as JSON
@@ -31,9 +27,7 @@ class CapturingVLLMEngine(VLLMEngine):
 
     captured: VllmEngine
 
-    def _start_async_llm_engine(
-        self, args: object, config: VllmConfig, placement_group: PlacementGroup
-    ) -> AsyncLLM:
+    def _start_async_llm_engine(self, args: Any, config: Any, placement_group: Any) -> object:
         parallel = config.parallel_config
         if config.device_config.device_type != "cpu" and parallel.distributed_executor_backend == "mp":
             # Ray asks for a process per worker where it places none. vLLM on a CPU needs it.

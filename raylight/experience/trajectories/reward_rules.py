@@ -63,8 +63,7 @@ def graded_turns(item: FinishedRollout) -> dict[str, float]:
     """Return the rewards of single calls that a group reward gave (`rl.rewards.each_turn`), by call id."""
     for span in item.spans:
         if span.span_id == GRADE_SPAN_ID and GRADE_TURNS in span.attributes:
-            graded: dict[str, float] = json.loads(str(span.attributes[GRADE_TURNS]))
-            return graded
+            return json.loads(str(span.attributes[GRADE_TURNS]))
     return {}
 
 

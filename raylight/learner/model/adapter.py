@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import torch
 
@@ -11,10 +11,6 @@ from raylight.config import LoraConfig
 from raylight.errors import ConfigError
 from raylight.images.model_inputs import reads_images
 from raylight.learner.model.vision import LANGUAGE
-
-if TYPE_CHECKING:
-    from peft import PeftConfig
-    from transformers import PreTrainedModel
 
 
 def adapted_layers(model_path: str, lora: LoraConfig) -> list[str]:
@@ -40,7 +36,7 @@ def adapted_layers(model_path: str, lora: LoraConfig) -> list[str]:
     return sorted({name.rpartition(".")[2] for name in layers})
 
 
-def peft_config(lora: LoraConfig, task: str | None, module: PreTrainedModel) -> PeftConfig:
+def peft_config(lora: LoraConfig, task: str | None, module: Any) -> Any:
     """Return the settings of an adapter of a module as peft's configuration.
 
     In a mixture of experts, "all-linear" stands for the linear layers outside of the mixtures. peft would

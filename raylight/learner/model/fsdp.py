@@ -13,13 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.nn.modules.dropout import _DropoutNd
-from transformers import (
-    AutoModelForCausalLM,
-    AutoModelForTokenClassification,
-    PreTrainedConfig,
-    PreTrainedModel,
-)
-from transformers.models.auto.auto_factory import _BaseAutoModelClass
+from transformers import AutoModelForCausalLM, AutoModelForTokenClassification, PreTrainedModel
 
 from raylight.config import LearnerConfig
 from raylight.engines.expert_routes import ExpertRoutes
@@ -55,7 +49,7 @@ class RaylightEngine(verl.FSDPEngineWithLMHead):
 
     _output = "log_probs"
     """Name of the output that `infer` returns."""
-    _auto_class: type[_BaseAutoModelClass] = AutoModelForCausalLM
+    _auto_class: Any = AutoModelForCausalLM
     """Class of transformers that loads the model."""
 
     def __init__(self, learner: LearnerConfig, **configs: Any) -> None:
@@ -116,7 +110,7 @@ class RaylightEngine(verl.FSDPEngineWithLMHead):
             loader = self._auto_class if self.images is None else auto_class(reads_images=True)
             if self.images is not None:  # a tower has no packed rows
                 hf_config.vision_config._attn_implementation = "sdpa"
-            module = loader.from_pretrained(str(settings.local_path), config=hf_config, dtype=torch.float32)
+            module = loader.from_pretrained(settings.local_path, config=hf_config, dtype=torch.float32)
         module.to(torch.float32)  # transformers loads some parameters in a type of their own
         if not self.keeps_dropout:
             disable_dropout(module)
@@ -281,8 +275,7 @@ class RaylightEngine(verl.FSDPEngineWithLMHead):
         with self.eval_mode(), torch.no_grad(), self._autocast():
             inputs, _ = self._model_inputs(batch)
             targets = replace(batch.targets(), hidden=True, router_logits=False)
-            hidden: torch.Tensor = self.module(**inputs, sampled=targets, use_cache=False)["hidden"]
-        return hidden
+            return self.module(**inputs, sampled=targets, use_cache=False)["hidden"]
 
     def train(
         self,
@@ -532,7 +525,7 @@ def disable_dropout(module: torch.nn.Module) -> None:
                 setattr(owner, name, 0.0)
 
 
-def check_heads(config: PreTrainedConfig, size: int) -> None:
+def check_heads(config: Any, size: int) -> None:
     """Check that the ranks of a sequence can divide the attention heads.
 
     Args:

@@ -8,8 +8,6 @@ import torch
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.optim._muon import _adjust_lr, _zeropower_via_newtonschulz
 
-from raylight.types import JsonObject
-
 MUON_MOMENT = "momentum_buffer"
 """Name of the only moment that torch's Muon keeps of a matrix."""
 LR_SCALE = "match_rms_adamw"
@@ -38,7 +36,7 @@ class ShardedMuon(torch.optim.Muon):
                 self._update(group, param, gradient, buffer)
         return loss
 
-    def _update(self, group: JsonObject, param: DTensor, gradient: DTensor, buffer: DTensor) -> None:
+    def _update(self, group: dict[str, Any], param: DTensor, gradient: DTensor, buffer: DTensor) -> None:
         """Update one matrix as torch's Muon does, which it computes whole on each rank."""
         momentum, lr = group["momentum"], float(group["lr"])
         buffer.lerp_(gradient, 1 - momentum)

@@ -12,7 +12,7 @@ import json
 import os
 import shutil
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any
 
 import numpy as np
 import torch
@@ -26,15 +26,11 @@ from transformers import AutoConfig, PreTrainedModel
 from raylight._utils.files import atomic_folder
 from raylight.engines.protocol import LoraAdapter
 from raylight.errors import ConfigError
+from raylight.learner.model.fsdp import RaylightEngine
 from raylight.learner.model.model_check import weight_files
 from raylight.types import JsonObject
 from raylight.weights.peft_files import missing_files, read_adapter
 from raylight.weights.source import WeightSource, base_model, gather
-
-if TYPE_CHECKING:
-    from peft import PeftConfig
-
-    from raylight.learner.model.fsdp import RaylightEngine
 
 SHARD_BYTES = 4_000_000_000
 """Largest size of one file of a saved model."""
@@ -211,7 +207,7 @@ def _write_tensors(source: WeightSource, folder: str, rest: dict[str, torch.Tens
         Path(folder, SAFETENSORS_INDEX_FILE).write_text(json.dumps(index, indent=2, sort_keys=True))
 
 
-def _write_adapter(tensors: dict[str, torch.Tensor], config: PeftConfig, folder: str) -> None:
+def _write_adapter(tensors: dict[str, torch.Tensor], config: Any, folder: str) -> None:
     """Write an adapter in peft's format."""
     os.makedirs(folder, exist_ok=True)
     save_file(

@@ -26,9 +26,6 @@ from raylight.ray_metrics.reporter import Measurement, MetricReporter
 from raylight.weights.sender import PublicationSettings
 
 if TYPE_CHECKING:
-    from ray import ObjectRef
-    from torch.distributed import TCPStore
-
     from raylight.experience.batches.shards import BatchShard
     from raylight.weights.publisher import WeightPublisher
 
@@ -57,7 +54,7 @@ class LearnerActor:
         self._timeout = datetime.timedelta(seconds=limit + PROCESS_GROUP_MARGIN_S)
         if not config.num_gpus:  # Ray hides no GPU from an actor without GPUs, but torch must not use one
             os.environ["CUDA_VISIBLE_DEVICES"] = ""
-        self._store: TCPStore | None = None
+        self._store: Any = None
         self._policy: Any = None
         self._publisher: WeightPublisher | None = None
         self._model: Any = None
@@ -174,7 +171,7 @@ class LearnerActor:
 
             torch.cuda.empty_cache()
 
-    def update(self, shards: list[ObjectRef[BatchShard]]) -> dict[str, float]:
+    def update(self, shards: list[ray.ObjectRef[BatchShard]]) -> dict[str, float]:
         """Update the policy with a batch; return metrics, equal on all ranks except for the time.
 
         Args:
@@ -186,7 +183,7 @@ class LearnerActor:
         self._update_s = time.perf_counter() - start
         return metrics | {"learner/update_s": self._update_s}
 
-    def evaluate(self, shards: list[ObjectRef[BatchShard]]) -> dict[str, float]:
+    def evaluate(self, shards: list[ray.ObjectRef[BatchShard]]) -> dict[str, float]:
         """Return sums of a supervised model's figures over a batch, and their count, equal on all ranks.
 
         Args:
@@ -196,7 +193,7 @@ class LearnerActor:
         self._release_memory()
         return totals
 
-    def _own(self, shards: list[ObjectRef[BatchShard]]) -> BatchShard:
+    def _own(self, shards: list[ray.ObjectRef[BatchShard]]) -> BatchShard:
         return ray.get(shards[self._policy.engine.get_data_parallel_rank()])
 
     def take_snapshot(self, ids: list[int], settings: PublicationSettings) -> list[float]:

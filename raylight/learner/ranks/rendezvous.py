@@ -10,21 +10,18 @@ from __future__ import annotations
 import datetime
 import os
 import socket
-from typing import TYPE_CHECKING
+from typing import Any
 
 import ray
 from ray.util.placement_group import get_current_placement_group, placement_group_table
 
 from raylight.errors import LearnerError
 
-if TYPE_CHECKING:
-    from torch.distributed import TCPStore
-
 LOOPBACK = "127.0.0.1"
 GLOO, NCCL = "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"
 
 
-def open_store(ranks: int, timeout: datetime.timedelta) -> tuple[tuple[str, int], TCPStore]:
+def open_store(ranks: int, timeout: datetime.timedelta) -> tuple[tuple[str, int], Any]:
     """Open torch's store on a free port of rank 0; return its address, and the store.
 
     torch itself would listen on all interfaces.

@@ -86,8 +86,7 @@ class LogprobHead:
     @property
     def layer(self) -> torch.nn.Module:
         """The model's output layer."""
-        layer: torch.nn.Module = self._head
-        return layer
+        return self._head
 
     def _forward(self, *args: object, sampled: TargetTokens | None = None, **inputs: object) -> object:
         """Return flat tensors `log_probs`, and those of `entropy`, `sum_pi_squared` and `divergence` that are

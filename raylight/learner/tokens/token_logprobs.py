@@ -266,8 +266,7 @@ def _grad_divergence(
     """Return the gradient of scaled logits, derived by autograd within the block."""
     leaf = logits.detach().requires_grad_()
     with torch.enable_grad():
-        found: torch.Tensor = torch.autograd.grad(divergence(leaf, rows), leaf, grad)[0]
-    return found
+        return torch.autograd.grad(divergence(leaf, rows), leaf, grad)[0]
 
 
 def _add(total: torch.Tensor | None, more: torch.Tensor | None) -> torch.Tensor | None:

@@ -9,7 +9,7 @@ import uuid
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import NoReturn
+from typing import NoReturn, TypeAlias
 
 import ray
 
@@ -24,6 +24,7 @@ from raylight.weights.sender import PublicationSettings
 
 logger = logging.getLogger(__name__)
 
+AdapterRefs: TypeAlias = "dict[str, ray.ObjectRef[LoraAdapter]]"
 END_TIMEOUT_S = 15.0
 """Time in which the learners must end their part of a publication that failed."""
 
@@ -39,7 +40,7 @@ class PinnedAdapter:
 
     names: dict[str, str]
     version: int
-    payload_refs: dict[str, ray.ObjectRef[LoraAdapter]]
+    payload_refs: AdapterRefs
 
 
 class Publications:
@@ -91,7 +92,7 @@ class Publications:
         """Held while the learners send weights. It is acquired after `learners_busy`, if both are."""
         self._snapshot = 0
         """Version of the learners' snapshot; 0 if they have none."""
-        self._payload_refs: dict[str, ray.ObjectRef[LoraAdapter]] = {}
+        self._payload_refs: AdapterRefs = {}
         """Reference to the published version of each adapter, by the name under which it is served."""
         self._failure: LearnerError | None = None
         """Failure of the learners that was found when a replica had joined."""
@@ -170,9 +171,7 @@ class Publications:
         """Names of the adapters that are published with each version."""
         return [name for name in self._adapters if name not in self._fixed]
 
-    async def _read(
-        self, version: int
-    ) -> tuple[dict[str, ray.ObjectRef[LoraAdapter]], dict[str, list[float]]]:
+    async def _read(self, version: int) -> tuple[AdapterRefs, dict[str, list[float]]]:
         """Read what is sent later: the adapters, or a snapshot. Return references to the adapters, and the
         learners' log-probs of the probe if an update may begin before the comparison."""
         beside, timeout = self._settings.beside_updates, self._settings.timeout_s
@@ -194,10 +193,7 @@ class Publications:
         return payload_refs, {name: await self._learners_logprobs(name) for name in names if beside}
 
     async def _send(
-        self,
-        version: int,
-        payload_refs: dict[str, ray.ObjectRef[LoraAdapter]],
-        logprobs: dict[str, list[float]],
+        self, version: int, payload_refs: AdapterRefs, logprobs: dict[str, list[float]]
     ) -> tuple[dict[str, dict[str, list[float]]], dict[str, list[float]]]:
         """Have all replicas load a version; return, by adapter, the log-probs of the probe by replica, and of
         the learners.
@@ -220,7 +216,7 @@ class Publications:
         return {name: probed} if probed else {}, {name: own.result()} if own else logprobs
 
     async def _send_adapters(
-        self, version: int, payload_refs: dict[str, ray.ObjectRef[LoraAdapter]], timeout: float
+        self, version: int, payload_refs: AdapterRefs, timeout: float
     ) -> dict[str, list[float] | None]:
         """Publish a version of adapters; return the replicas' log-probs of the probe with the last one."""
         *others, last = payload_refs
@@ -231,7 +227,7 @@ class Publications:
             version, [payload_refs[last]], timeout, mode, last, probe=self._probe
         )
 
-    async def _export_adapters(self, names: Iterable[str]) -> dict[str, ray.ObjectRef[LoraAdapter]]:
+    async def _export_adapters(self, names: Iterable[str]) -> AdapterRefs:
         """Return the object reference of each adapter, which this process owns, so that it outlives the
         learners."""
         exported = {}

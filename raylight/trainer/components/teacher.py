@@ -210,8 +210,7 @@ class Teacher:
 
         async def ask(part: range) -> list[object]:
             sent = items[part.start : part.stop]
-            answers: list[object] = await self.service.ask(method, f"{len(sent)} rows", sent, *arguments)
-            return answers
+            return await self.service.ask(method, f"{len(sent)} rows", sent, *arguments)
 
         async with task_group() as tasks:
             asked = [tasks.create_task(ask(part)) for part in split_rows(lengths, self.service.slots)]
