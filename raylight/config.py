@@ -130,7 +130,9 @@ class EngineConfig(Config):
     def _check_ignored_fields(cls, names: list[str]) -> list[str]:
         for name in names:
             if not all(name.split(".")):
-                raise ValueError(f"{name!r} is no field name; write a field as 'name', or as 'outer.inner'")
+                raise ValueError(
+                    f"{name!r} is not a field name; write a field as 'name', or as 'outer.inner'"
+                )
             if name.rpartition(".")[2] in PROTECTED:
                 raise ValueError(
                     f"{name!r} cannot be dropped: it shapes what is sampled or recorded, so that the answer "

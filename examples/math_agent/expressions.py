@@ -178,7 +178,7 @@ def _value(node: ast.expr, deadline: float) -> Number:
             return _checked(BINARY[type(node.op)](_value(node.left, deadline), _value(node.right, deadline)))
         case ast.Call(func=ast.Name(id=name)):
             return _checked(FUNCTIONS[name](*(_value(argument, deadline) for argument in node.args)))
-    raise ExpressionError(f"{type(node).__name__} is no number")
+    raise ExpressionError(f"{type(node).__name__} is not a number")
 
 
 def _decimal(value: float) -> Fraction:

@@ -27,7 +27,7 @@ async def play(task: dict[str, int], llm: rl.LLM, opponent: rl.LLM) -> float:
 
 
 async def choose_move(llm: rl.LLM, stones: int) -> int:
-    """Return the stones that a model takes; 0 if its answer is no number."""
+    """Return the stones that a model takes; 0 if its answer is not a number."""
     reply = await llm.client().chat.completions.create(
         model=llm.model, messages=[{"role": "user", "content": question(stones)}], max_tokens=4
     )

@@ -82,7 +82,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     args = parser.parse_args(arguments)
     if args.algorithm == "prompt_opt" and (args.mode == "dev" or args.debug):
         parser.error(
-            "prompt_opt is no fast algorithm: use --mode train without --debug, or --algorithm baseline"
+            "prompt_opt is not a fast algorithm: use --mode train without --debug, or --algorithm baseline"
         )
     if args.rounds < 0 or args.candidates < 1:
         parser.error("--rounds must be at least 0, and --candidates at least 1")

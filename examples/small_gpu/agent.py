@@ -76,7 +76,7 @@ class NumberReward(rl.Hook):
 
 def read_number(text: str, prompt: str) -> float | None:
     """Return the number in a response: the text after the last marker, or for `plain` the whole text; None if
-    it is no number."""
+    it is not a number."""
     if prompt == "cot":
         _, marker, text = text.rpartition(MARKER)
         if not marker:

@@ -118,7 +118,7 @@ def make_starter(
     if folder.exists() and (
         not folder.is_dir() or (any(folder.iterdir()) and not (folder / RECORD).is_file())
     ):
-        raise ConfigError(f"output={str(output)!r} exists and is no starter model; give a new folder")
+        raise ConfigError(f"output={str(output)!r} exists and is not a starter model; give a new folder")
     tokenizer, rows, held_out = _encode(demonstrations(family, options, seed, name), name, steps)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)

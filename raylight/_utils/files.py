@@ -37,7 +37,7 @@ def read_bounded(path: str | Path, max_bytes: int) -> bytes:
     """
     with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
         if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
-            raise OSError(f"{path} is no regular file")
+            raise OSError(f"{path} is not a regular file")
         content = file.read(max_bytes + 1)
     if len(content) > max_bytes:
         raise OSError(f"{path} is larger than {max_bytes} bytes")

@@ -21,7 +21,7 @@ OWN_SETTINGS = {
 def _check_names(resources: dict[str, float]) -> dict[str, float]:
     for name in resources:
         if name in OWN_SETTINGS:
-            raise ValueError(f"{name!r} is no custom resource; use {OWN_SETTINGS[name]}")
+            raise ValueError(f"{name!r} is not a custom resource; use {OWN_SETTINGS[name]}")
     return resources
 
 

@@ -1,4 +1,4 @@
-"""Algorithms that learn from examples with known answers, without rollouts of their own."""
+"""Algorithms that learn from examples with known answers, without rollouts."""
 
 from __future__ import annotations
 

@@ -71,7 +71,7 @@ def quickstart(
     loggers: Annotated[
         list[str] | None,
         typer.Option(
-            "--logger", help="A tracker beside the run's own files, such as wandb; may be repeated."
+            "--logger", help="A tracker in addition to the run's files, such as wandb; may be repeated."
         ),
     ] = None,
     address: Address = None,

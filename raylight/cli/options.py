@@ -64,7 +64,7 @@ Address = Annotated[
     str | None,
     typer.Option(
         help="Address of the Ray cluster, host:port; `local` starts one that ends with the command. By "
-        "default RAY_ADDRESS, then this machine's cluster, then one of its own."
+        "default RAY_ADDRESS, then this machine's cluster, then a new local one."
     ),
 ]
 Assignments = Annotated[

@@ -28,7 +28,7 @@ MISSING = (
 NOT_IN_REASON = re.compile(r"^\[[\d:]+\] \S+\.(?:cc|h):\d+: (?:Check failed: .*? is false: )?")
 """Time and source line at the start of xgrammar's messages."""
 COMPILING = 4
-"""Grammars compiled concurrently. They have threads of their own, so that other work never waits for them."""
+"""Grammars compiled concurrently. Their threads do no other work, which would wait for them."""
 REFUSED = 1_024
 """Schemas that did not compile and are remembered."""
 MAX_COMPILED_BYTES = 64 * 2**20
@@ -264,7 +264,7 @@ def _problems_of(value: JsonObject) -> Iterator[tuple[str, str]]:
         counted = any(isinstance(value.get(name), int) for name in _COUNTS)
         most = MAX_COUNTED_PROPERTIES if counted else MAX_PROPERTIES
         if len(properties) > most:
-            beside = f" beside {' and '.join(_COUNTS)}" if counted else ""
+            beside = f" together with {' and '.join(_COUNTS)}" if counted else ""
             yield "properties", f"{len(properties)} properties; at most {most} are allowed{beside}"
     for pattern in [value.get("pattern"), *(patterns if isinstance(patterns, dict) else ())]:
         if isinstance(pattern, str) and (problem := find_pattern_problem(pattern)):

@@ -54,7 +54,7 @@ class EngineSettings:
         model_path: local folder of the model; empty for an engine whose model is not local.
         model: name under which the model is served.
         config: the run's engine settings (dtype, limits, url, ...).
-        seed: seed for requests without a seed of their own.
+        seed: seed for requests that set no seed.
         device: torch device of the replica, "cuda" or "cpu".
     """
 

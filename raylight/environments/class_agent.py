@@ -39,7 +39,7 @@ def environment(
     model answers without a tool call: the result of `get_reward()`, or the attribute, property or method
     `reward`. Then `close()` is called, if the class has it.
 
-    All methods may be asynchronous. The others run in a thread of their own for each rollout, one after
+    All methods may be asynchronous. The others run in one thread for each rollout, one after
     another. The model reads the error of a tool that raises.
 
     Args:

@@ -88,7 +88,7 @@ class GymnasiumGame:
         action = parse_action(self._env, answer)
         if action is None:
             names = ", ".join(action_names(self._env))
-            return f"{answer.strip()!r:.80} is no action. Answer with one action: {names}."
+            return f"{answer.strip()!r:.80} is not an action. Answer with one action: {names}."
         observation, reward, ended, cut, _ = self._env.step(action)
         self._reward += float(reward)
         return None if ended or cut else observation_text(self._env, observation)

@@ -99,7 +99,7 @@ def tool_schemas(cls: type) -> list[JsonObject]:
             raise AgentSignatureError(
                 f"the tool {cls.__name__}.{name} cannot be described to the model: {error}. Give the method "
                 "type hints and a docstring with a line for each argument below `Args:`, or begin its name "
-                "with an underscore if it is no tool"
+                "with an underscore if it is not a tool"
             ) from error
         schema["function"].pop("return", None)  # OpenAI's form does not have it
         schemas.append(schema)
@@ -240,7 +240,7 @@ class LiveEnvironment:
             self._is_blocked = in_thread
             title = f"{type(self._instance).__name__}.{name}"
             raise ToolTimeoutError(
-                f"{title} did not return within {self._timeout_s:g} s; give it a time limit of its own"
+                f"{title} did not return within {self._timeout_s:g} s; limit its time in its code"
                 ", or a larger tool_timeout_s"
             ) from None
         except (SystemExit, KeyboardInterrupt) as error:  # would end the event loop

@@ -69,7 +69,9 @@ def openenv_agent(
     """
     base = re.sub(r"^ws", "http", url.rstrip("/").removesuffix("/ws")) if isinstance(url, str) else ""
     if not re.match(r"https?://[^/]+", base):
-        raise ConfigError(f'openenv_agent: {url!r:.80} is no address; give one such as "ws://127.0.0.1:8000"')
+        raise ConfigError(
+            f'openenv_agent: {url!r:.80} is not an address; give one such as "ws://127.0.0.1:8000"'
+        )
     if reward not in ("sum", "last") and not callable(reward):
         raise ConfigError(
             f'openenv_agent: reward={reward!r:.80} is unknown; give "sum", "last" or a function'
@@ -81,8 +83,8 @@ def openenv_agent(
     async def openenv(task: JsonObject, llm: LLM) -> float:
         if not isinstance(task, Mapping):
             raise DatasetError(
-                f"openenv_agent: the task {task!r:.80} is no dict; give the parameters of the environment's "
-                'reset, such as {"seed": 3}'
+                f"openenv_agent: the task {task!r:.80} is not a dict; give the parameters of the "
+                'environment\'s reset, such as {"seed": 3}'
             )
         async with open_session(base, headers, timeout_s) as session:
             schema = await session.action_schema() if parse is None and not tools else {}
@@ -375,7 +377,7 @@ def failures(url: str, timeout_s: float) -> Any:
                 f"the OpenEnv server {url} answered with status {error.status}; the attempt is retried"
             ) from error
         raise EnvironmentServerError(
-            f"{url}/ws is no WebSocket (status {error.status}: {error.message}); give the address of a "
+            f"{url}/ws is not a WebSocket (status {error.status}: {error.message}); give the address of a "
             'server made by openenv\'s create_app, such as "ws://127.0.0.1:8000"'
         ) from error
     except (aiohttp.ClientConnectionError, ConnectionError) as error:

@@ -21,7 +21,7 @@ class UnfinishedGameError(Exception):
 
 
 class TextGame(Protocol):
-    """A game of one rollout, whose methods run in a thread of their own."""
+    """A game of one rollout, whose methods run in a dedicated thread."""
 
     def reset(self, task: Mapping[str, object]) -> list[JsonObject]:
         """Begin an episode; return the first messages."""

@@ -77,7 +77,7 @@ class Program:
         task, vf, settings = request["task"], self._vf, self._settings
         if not isinstance(task, dict) or not isinstance(task.get("idx"), int):
             raise ValueError(
-                f'the task {task!r:.80} is no {{"idx": NUMBER}}, the position of a task in the taskset'
+                f'the task {task!r:.80} is not {{"idx": NUMBER}}, the position of a task in the taskset'
             )
         found = next(iter(self._tasks.include(idx=[task["idx"]])), None)
         if found is None:

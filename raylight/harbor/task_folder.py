@@ -134,7 +134,7 @@ def _read_step(
     if entry.get("healthcheck"):
         raise _unsupported(folder, "a health check of a step")
     if tests.get("environment") is not None or tests.get("environment_mode") == "separate":
-        raise _unsupported(folder, "steps whose tests have an environment of their own")
+        raise _unsupported(folder, "steps whose tests have a separate environment")
     step = _read_part(folder, settings, name, place, {**agent, **own_agent}, tests)
     files = place / "workdir"
     return replace(
@@ -296,7 +296,7 @@ def _artifacts(folder: Path, settings: JsonObject) -> tuple[str, ...]:
     for entry in settings.get("artifacts", []):
         source = entry.get("source") if isinstance(entry, dict) else entry
         if not isinstance(source, str) or ".." in Path(source).parts:
-            raise DatasetError(f"the task {folder}: the artifact {entry!r:.80} is no path without '..'")
+            raise DatasetError(f"the task {folder}: the artifact {entry!r:.80} is not a path without '..'")
         if isinstance(entry, dict) and entry.get("service") not in (None, "main"):
             raise _unsupported(folder, "artifacts of another container")
         paths.append(source)

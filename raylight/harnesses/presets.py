@@ -107,7 +107,7 @@ CODEX_FEATURES = (
     "shell_snapshot",
     "enable_request_compression",
 )
-"""Features of Codex that are turned off: those that use other services, and tools that are no functions."""
+"""Features of Codex that are turned off: those that use other services, and tools that are not functions."""
 
 
 def _codex(facts: HarnessFacts) -> dict[str, str]:

@@ -32,7 +32,7 @@ NUMBERS = range(-(2**63), 2**64)
 BODY_GRACE_S, BODY_RATE, BODY_TIMEOUT_S = 10.0, 16 * 1024, 120.0
 """Seconds in which a body must arrive, bytes for whose arrival it gets one second more, and most seconds."""
 MAX_ARRIVING = 8192
-"""Bodies that may arrive at a time in a process. They are no running requests yet."""
+"""Bodies that may arrive at a time in a process. They are not running requests yet."""
 _arriving = 0
 REQUEST = "raylight.request"
 """Key of the ASGI scope that holds the `JsonRequest`."""

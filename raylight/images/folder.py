@@ -72,5 +72,5 @@ class ImageFolder:
 
     def _path(self, sha256: str) -> Path:
         if not _DIGEST.fullmatch(sha256):
-            raise ImageError(f"{sha256[:80]!r} is no sha256 digest in lower-case hexadecimal digits")
+            raise ImageError(f"{sha256[:80]!r} is not a sha256 digest in lower-case hexadecimal digits")
         return self.path / sha256

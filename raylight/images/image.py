@@ -101,7 +101,7 @@ class Image:
 
 
 def media_type_of(data: bytes) -> str | None:
-    """Return the media type of a file by its first bytes; None if they are no image's."""
+    """Return the media type of a file by its first bytes; None if it is not an image."""
     return next((kind for start, kind in SIGNATURES.items() if data.startswith(start)), None)
 
 
@@ -130,7 +130,7 @@ def read_image(data: bytes, limits: ImageLimits = CHECKED) -> Image:
     except ImageError:
         raise
     except pillow.UnidentifiedImageError:
-        raise ImageError("the image is no PNG, JPEG, WebP or GIF file; send one of these") from None
+        raise ImageError("the image is not a PNG, JPEG, WebP or GIF file; send one of these") from None
     except pillow.DecompressionBombError:
         raise ImageError(
             f"the image has more than {MAX_IMAGE_PIXELS} pixels, Pillow's limit; send a smaller one"
@@ -209,11 +209,11 @@ def _decode(url: str, limits: ImageLimits) -> bytes:
     head, comma, encoded = url.partition(",")
     if not head.startswith("data:image/") or not head.endswith(";base64") or not comma:
         raise ImageError(
-            f"{url[:40]!r} is no data URL of an image; send data:image/png;base64, and the file in base64"
+            f"{url[:40]!r} is not a data URL of an image; send data:image/png;base64, and the file in base64"
         )
     if len(encoded) // 4 * 3 > limits.max_bytes + 3:
         raise ImageError(f"the image has more than {limits.max_bytes} bytes; send a smaller one")
     try:
         return base64.b64decode(encoded, validate=True)
     except (binascii.Error, ValueError) as error:
-        raise ImageError(f"the image is no valid base64: {error}") from None
+        raise ImageError(f"the image is not valid base64: {error}") from None

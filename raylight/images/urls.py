@@ -125,7 +125,7 @@ class ImageFetcher:
         parsed = httpx2.URL(url) if len(url) <= MAX_URL else None
         if parsed is None or parsed.scheme not in ("http", "https") or not parsed.host or parsed.userinfo:
             raise ImageError(
-                f"{url[:200]!r} is no URL of an image; send an http or https URL without a user's name, of "
+                f"{url[:200]!r} is not an image URL; send an http or https URL without a user's name, of "
                 f"up to {MAX_URL} characters"
             )
         host = parsed.host

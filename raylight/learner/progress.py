@@ -31,7 +31,7 @@ class ProgressClock:
     """Clock of the time since a rank's calls last made progress. Each call runs in a separate thread.
 
     Work that may take long marks each of its parts: a micro-batch, an optimizer step, a layer group. Calls
-    have no deadline of their own; a part that takes too long does.
+    have no separate deadline; a part that takes too long does.
     """
 
     def __init__(self) -> None:

@@ -72,7 +72,7 @@ class ScaleRequests:
         component = self._components.get(name)
         if component is None:
             known = ", ".join(self._components)
-            return {"error": f"run {self._run} has no {name} of its own to scale; it has: {known}"}
+            return {"error": f"run {self._run} has no {name} to scale; it has: {known}"}
         before, failure = component.size, None
         if n != before:
             self._show(f"scaling from {before} to {n} {name}")

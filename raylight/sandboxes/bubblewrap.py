@@ -1,4 +1,4 @@
-"""Sandbox by bubblewrap: the machine's programs, read-only, in namespaces of their own."""
+"""Sandbox by bubblewrap: the machine's programs, read-only, in separate namespaces."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ FIRST_USER = 200_000
 
 
 class BubblewrapSandbox(ExecSandbox):
-    """Programs of this machine in a file system, a process list and, if asked, a network of their own.
+    """Programs of this machine with a separate file system, process list and, if asked, network.
 
     The root folder is a temporary one with the machine's /usr, /lib and a few files of /etc, all read-only.
     Everything that a program starts ends with it. A limit of memory holds for each process, one of files for

@@ -1,4 +1,4 @@
-"""Queries of the journal: filters, order and pages, each through an index, on a connection of their own."""
+"""Queries of the journal: filters, order and pages, each through an index, on a separate connection."""
 
 from __future__ import annotations
 

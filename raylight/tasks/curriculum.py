@@ -34,7 +34,7 @@ class Curriculum(TaskSet):
 
     Raises:
         ConfigError: a pool is unknown, a weight is negative or no number, or the bounds overlap.
-        DatasetError: the tasks are no list, or empty.
+        DatasetError: the tasks are not a list, or empty.
     """
 
     def __init__(

@@ -64,8 +64,8 @@ class CheckpointPath:
         for part in (model_id, name):
             if not PART.fullmatch(part) or part.endswith((PARTIAL, OLD)):
                 raise RequestError(
-                    f"path: {part!r:.200} is no name: use up to 200 letters, digits and _.:-, and no ending "
-                    f"{PARTIAL} or {OLD}"
+                    f"path: {part!r:.200} is not a name: use up to 200 letters, digits and _.:-, and no "
+                    f"ending {PARTIAL} or {OLD}"
                 )
         return cls(model_id, kind, name)
 

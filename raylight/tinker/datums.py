@@ -81,7 +81,9 @@ def check_tokens(place: str, tokens: np.ndarray, vocabulary: int, max_tokens: in
         raise RequestError(f"{place}: {len(tokens)} tokens, but this server takes 1 to {max_tokens}")
     if tokens.min() < 0 or tokens.max() >= vocabulary:
         wrong = tokens[(tokens < 0) | (tokens >= vocabulary)][0]
-        raise RequestError(f"{place}: {wrong} is no token id; the model has those from 0 to {vocabulary - 1}")
+        raise RequestError(
+            f"{place}: {wrong} is not a token id; the model has those from 0 to {vocabulary - 1}"
+        )
 
 
 def _check_datum(place: str, datum: Datum, loss: str, vocabulary: int, max_tokens: int) -> None:

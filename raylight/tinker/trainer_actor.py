@@ -109,7 +109,7 @@ class TrainerClient:
         except TimeoutError:
             raise EngineStartError(
                 f"the trainer did not start within {self._timeout_s:g} s; check that the cluster has the "
-                "CPUs and GPUs that it asks for beside the engine, or raise --start-timeout"
+                "CPUs and GPUs that it asks for in addition to the engine, or raise --start-timeout"
             ) from None
         except DEAD as error:
             raise EngineStartError(f"the trainer did not start: {summarize_ray_error(error)}") from None

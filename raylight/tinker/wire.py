@@ -43,7 +43,7 @@ def read_forward_backward(content: bytes) -> tuple[pb.ForwardBackwardRequest, st
     try:
         message = pb.ForwardBackwardRequest.FromString(content)
     except DecodeError as error:
-        raise RequestError(f"the body is no ForwardBackwardRequest: {error}") from None
+        raise RequestError(f"the body is not a ForwardBackwardRequest: {error}") from None
     return message, message.model_id, message.seq_id or None
 
 
@@ -55,7 +55,7 @@ def read_settings(message: Any) -> dict[str, float]:
     """
     for name, value in message.loss_fn_config_v2.items():
         if value.WhichOneof("value") != "number":
-            raise RequestError(f"loss_fn_config: {name!r:.80} is no number")
+            raise RequestError(f"loss_fn_config: {name!r:.80} is not a number")
     return dict(message.loss_fn_config)
 
 
@@ -145,5 +145,5 @@ def _read_tensor(place: str, tensor: Any) -> np.ndarray:
 
 def _array(place: str, content: bytes, dtype: np.dtype) -> np.ndarray:
     if len(content) % dtype.itemsize:
-        raise RequestError(f"{place}: {len(content)} bytes are no whole number of values")
+        raise RequestError(f"{place}: {len(content)} bytes are not a whole number of values")
     return np.frombuffer(content, dtype)

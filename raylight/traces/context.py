@@ -4,7 +4,7 @@ Laws:
 - Two attempts interleaved on one event loop, or in two threads, never mix spans, because the current trace is
   a context variable.
 - Adding a span never blocks and never fails the agent. Spans over the capacity are dropped and counted.
-- Spans with a reward have a capacity of their own, so that other spans never displace a reward. An attempt
+- Spans with a reward have a separate capacity, so that other spans never displace a reward. An attempt
   that loses a reward cannot succeed.
 """
 

@@ -65,7 +65,7 @@ def online_algorithm(
     group_size = algorithm.group_size
     if sessions_per_step % group_size:
         raise ConfigError(
-            f"--sessions-per-step {sessions_per_step} is no multiple of the group size {group_size}; the "
+            f"--sessions-per-step {sessions_per_step} is not a multiple of the group size {group_size}; the "
             "algorithm trains on whole groups"
         )
     return build_algorithm(settings | {"tasks_per_step": sessions_per_step // group_size})

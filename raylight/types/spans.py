@@ -200,7 +200,7 @@ class Span(ExtensibleModel):
 
 
 _PARTS = ("status", "attributes", "events", "links", "resource")
-"""Fields of a span that are no text and no number."""
+"""Fields of a span that are neither text nor numbers."""
 
 
 def span_json(span: Span) -> str:

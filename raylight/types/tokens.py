@@ -77,7 +77,7 @@ class Generation:
     `logprobs` are those of the distribution that was sampled from, after temperature, constraint and
     truncation. `policy_logprobs` and `allowed` are empty or have one entry per token.
 
-    A constraint is all that a request does to the policy's distribution beside temperature and truncation: a
+    A constraint is all that a request does to the policy's distribution, except temperature and truncation: a
     grammar (JSON schema, required tools), allowed or banned tokens, a bias, penalties, a minimum length.
 
     Raises:

@@ -208,7 +208,7 @@ class Ui:
         return {"runs": [await asyncio.to_thread(folder.card) for folder in folders]}
 
     async def details(self, request: Request) -> object:
-        """Return a run's card with all that its page shows beside curves."""
+        """Return a run's card with all that its page shows except curves."""
         return await asyncio.to_thread(self.run(request).folder.details)
 
     async def metrics(self, request: Request) -> object:

@@ -291,7 +291,7 @@ def find_runs(paths: Iterable[Path]) -> list[Path]:
 
 
 def name_runs(folders: Iterable[Path], names: dict[Path, str]) -> None:
-    """Give each run directory a name of its own, and leave those that have one as they are.
+    """Give each run directory a unique name, and leave those that have one as they are.
 
     Directories of equal names are also named after their parents, and then by a hash of their paths.
 

@@ -66,7 +66,7 @@ def check_own(dashboard: object) -> None:
     try:
         scheme, host, port = wanted = _origin(str(dashboard))
     except ValueError as error:
-        raise DashboardError(f"it is no address: {error}") from None
+        raise DashboardError(f"it is not an address: {error}") from None
     for given in filter(None, map(os.environ.get, ADDRESS_VARIABLES)):
         with contextlib.suppress(ValueError):
             if _origin(given) == wanted:

@@ -11,8 +11,8 @@ state. Laws:
   members have executed it. As soon as one fails, leaves or dies, the transfer is broken: the members abort
   it, and the learners begin another one with those that are left. A repeated transfer has the order's full
   time again, once.
-- A joining replica executes all current orders before it serves. It receives the current weights by a
-  transfer of its own, or with the next publication, and counts as live from then on.
+- A joining replica executes all current orders before it serves. It receives the current weights in a
+  separate transfer, or with the next publication, and counts as live from then on.
 - A replica that is too late for an order is evicted: it is killed, and Serve starts its replacement. So is
   one that fails an order which another one has executed. If all fail, or none executes the order in time,
   the order fails with an error that names them. If no replica is left, it waits for a replacement, once.

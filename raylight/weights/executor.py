@@ -136,7 +136,7 @@ class OrderExecutor:
     async def _step(self) -> None:
         """Execute the next task.
 
-        A frame of its own: no reference to a task and its payload survives while the next poll waits.
+        In a separate frame: no reference to a task and its payload survives while the next poll waits.
 
         Raises:
             WeightSyncError: the engine cannot catch up.

@@ -142,6 +142,6 @@ class GlooReceiver:
 
 @contextlib.contextmanager
 def _in_background(call: Callable[[], None]) -> Iterator[Future[None]]:
-    """Run a call in a thread beside the block."""
+    """Run a call in a thread while the block runs."""
     with ThreadPoolExecutor(1, "weight-transfer") as executor:
         yield executor.submit(call)

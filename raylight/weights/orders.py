@@ -44,7 +44,7 @@ class Order:
     """A state that every replica's engine is to reach, or a probe that each is to answer.
 
     Adapters travel through Ray's object store: replicas on the publisher's node map the same shared memory,
-    each other node gets a copy. Weights are no part of their order, see `coordinator`.
+    each other node gets a copy. Weights are not part of their order, see `coordinator`.
 
     Attributes:
         timeout: seconds that the trainer waits for all replicas.

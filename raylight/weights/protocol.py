@@ -75,7 +75,7 @@ class SyncedEngine(Protocol):
 
         Raises:
             ConnectionError: the other processes did not come.
-            WeightSyncError: the engine has no weights of its own.
+            WeightSyncError: the engine has no weights.
         """
         raise WeightSyncError(self.not_trainable)
 

@@ -50,7 +50,7 @@ class WeightPublisher:
         self._source = LockstepSource(self._weights)
         self.snapshot_version = -1
         """Version of the weights in the snapshot; -1 if there is none."""
-        # a stream of its own does not wait for the kernels of an update
+        # a separate stream does not wait for the kernels of an update
         apart = settings.beside_updates and torch.cuda.is_available()
         self._stream = torch.cuda.Stream() if apart else None
         self._client = SenderClient(settings)

@@ -1,6 +1,6 @@
 """Registry of the transports of weights, and the choice of one.
 
-A transport is one row of `TRANSPORTS`, or a transport of the user's own, named by its dotted name
+A transport is one row of `TRANSPORTS`, or a user's transport, named by its dotted name
 `package.module:transport`: an object with the attributes of `Transport`.
 """
 
@@ -112,7 +112,7 @@ def choose_transport(
         )
     if beside_updates and not transport.beside_updates:
         raise ConfigError(
-            f"{WHERE}={name!r} cannot send weights beside updates, as max_staleness needs; leave it out, "
+            f"{WHERE}={name!r} cannot send weights during updates, as max_staleness needs; leave it out, "
             "or set max_staleness=0"
         )
     return name

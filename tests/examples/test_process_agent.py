@@ -243,7 +243,7 @@ def test_a_folder_is_served_here(tmp_path: Path) -> None:
             1,
             "no simulator responds at SIMULATOR_URL",
         ),
-        (("--algorithm", "prompt_opt", "--mode", "dev"), {}, 2, "prompt_opt is no fast algorithm"),
+        (("--algorithm", "prompt_opt", "--mode", "dev"), {}, 2, "prompt_opt is not a fast algorithm"),
         (("--algorithm", "apo"), {}, 2, "invalid choice: 'apo'"),
         (("--algorithm", "prompt_opt", "--candidates", "0"), {}, 2, "--candidates at least 1"),
     ],

@@ -163,7 +163,7 @@ def nothing() -> Iterator[Any]:
         ({"task": nothing}, DatasetError, "nothing has no demonstrations"),
         ({"task": lambda: 3}, DatasetError, "has to yield demonstrations"),
         ({"messages": [[{"role": "user", "content": "a"}]]}, DatasetError, "no answer of the assistant"),
-        ({"task": echoes, "output": "."}, ConfigError, "exists and is no starter model"),
+        ({"task": echoes, "output": "."}, ConfigError, "exists and is not a starter model"),
     ],
 )
 def test_wrong_arguments_are_named(

@@ -212,7 +212,7 @@ def test_errors_are_typed_and_lose_nothing(service: Any) -> None:
             "needs weights",
         ),
         ("cross_entropy", weighted(tokens, np.arange(4)), "4 values for 3 tokens"),
-        ("cross_entropy", weighted(tokens, np.arange(3) + 400), "400 is no token id"),
+        ("cross_entropy", weighted(tokens, np.arange(3) + 400), "400 is not a token id"),
     ]
     for loss, datum, message in bad:
         with pytest.raises(tinker.BadRequestError, match=message):

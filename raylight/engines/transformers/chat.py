@@ -135,7 +135,7 @@ def _tags(engine: TransformersEngine, request: ChatRequest) -> JsonObject | None
         field = "response_format" if optional else "tool_choice"
         raise RequestError(
             f"{field}: this model's tool calls cannot be constrained to a schema; use tool_choice auto, and "
-            "no response_format beside tools"
+            "no response_format together with tools"
         )
     return tags
 

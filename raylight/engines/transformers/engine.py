@@ -90,7 +90,7 @@ class TransformersEngine:
         slots: sequences decoded concurrently.
         max_waiting: requests that may wait for a slot.
         max_model_len: longest prompt plus response, in tokens; the model's own limit applies if it is lower.
-        seed: seed for requests without a seed of their own.
+        seed: seed for requests that set no seed.
         device: torch device.
         tool_parser: notation of the model's tool calls, a key of `PARSERS`; "auto" detects it from the chat
             template, None disables tools.

@@ -49,7 +49,7 @@ class EngineWorker:
 
     Args:
         stop_ids: tokens that end a response.
-        seed: seed for sequences without a seed of their own.
+        seed: seed for sequences that set no seed.
     """
 
     def __init__(self, decoder: Decoder, stop_ids: frozenset[int], seed: int) -> None:

@@ -3,7 +3,7 @@
 A call whose prompt continues the tokens of an earlier call (its prompt and its whole output) extends that
 conversation. The tokens between the two are an observation and are masked. Tokens of images are equal only
 where the images are (`Generation.compared_ids`). Any other call starts a new branch, in which the
-tokens shared with earlier calls are context. The relation of each call to the earlier ones is reported beside
+tokens shared with earlier calls are context. The relation of each call to the earlier ones is reported with
 the rows.
 
 Laws: every sampled response is trained exactly once, unless it was aborted; the tokens of a trajectory equal

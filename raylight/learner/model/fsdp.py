@@ -111,7 +111,7 @@ class RaylightEngine(verl.FSDPEngineWithLMHead):
             if self.images is not None:  # a tower has no packed rows
                 hf_config.vision_config._attn_implementation = "sdpa"
             module = loader.from_pretrained(settings.local_path, config=hf_config, dtype=torch.float32)
-        module.to(torch.float32)  # transformers loads some parameters in a type of their own
+        module.to(torch.float32)  # transformers loads some parameters in another dtype
         if not self.keeps_dropout:
             disable_dropout(module)
         if settings.enable_gradient_checkpointing:

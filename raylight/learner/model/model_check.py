@@ -53,7 +53,7 @@ def check_model(path: str) -> None:
     """
     config = AutoConfig.from_pretrained(path)
     if getattr(config, "quantization_config", None) is not None:
-        method = dict(config.quantization_config).get("quant_method", "a method of its own")
+        method = dict(config.quantization_config).get("quant_method", "a custom method")
         raise ConfigError(
             f"the weights of {path} are quantized ({method}), and quantized weights cannot be trained; use "
             "the unquantized model, or dequantize this one: AutoModelForCausalLM.from_pretrained(PATH, "

@@ -77,7 +77,7 @@ class LocalLearner(Learner):
         elif dist.get_world_size() > 1:
             raise ConfigError(
                 f"this process is one of {dist.get_world_size()} of a torch.distributed group, where a local "
-                "learner cannot train; start the run in a process of its own, or use learner.kind='ranks'"
+                "learner cannot train; start the run in a separate process, or use learner.kind='ranks'"
             )
 
     async def update(self, batch: TrainBatch) -> dict[str, float]:

@@ -48,7 +48,7 @@ WATCH_AFTER_S = 0.05
 START_AFTER_S = 1.0
 """Time after which the start of a stream is sent without its first event, so that it can be kept alive."""
 OWN_ATTRIBUTES = frozenset({"messages", "prompt", "tools"})
-"""Fields of a request that have attributes of their own; the others share `REQUEST_PARAMETERS`."""
+"""Fields of a request that have a dedicated attribute; the others share `REQUEST_PARAMETERS`."""
 
 SAMPLED = ("output_ids", "logprobs", "weight_versions", "policy_logprobs", "allowed", "routed_experts")
 """Lists of a sample, which become arrays of the generation."""

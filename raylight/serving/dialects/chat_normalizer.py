@@ -47,7 +47,7 @@ def check_tools(tools: object) -> None:
         name, path = function.get("name"), f"tools[{index}].function"
         if isinstance(name, str) and not TOOL_NAME.fullmatch(name):
             raise RequestError(
-                f"{path}.name: {name!r:.200} is no name of a tool; it may have up to 128 letters, digits, "
+                f"{path}.name: {name!r:.200} is not a name of a tool; it may have up to 128 letters, digits, "
                 "underscores, hyphens and dots"
             )
         if (schema := function.get("parameters")) is not None:
@@ -66,7 +66,7 @@ def check_response_format(response_format: object) -> None:
     if not isinstance(schema, dict) or len(encoded := msgspec.json.encode(schema)) > MAX_CHECKED:
         return
     if problem := _problem_of(encoded):
-        raise RequestError(f"response_format.json_schema.schema: it is no valid JSON schema: {problem}")
+        raise RequestError(f"response_format.json_schema.schema: it is not a valid JSON schema: {problem}")
 
 
 def _check_parameters(path: str, name: object, schema: object, encoded: bytes | None) -> None:
@@ -80,7 +80,7 @@ def _check_parameters(path: str, name: object, schema: object, encoded: bytes | 
             f"{schema['type']!r:.100}; put a single value into an object with one property"
         )
     if encoded is not None and (problem := _problem_of(encoded)):
-        raise RequestError(f"{path}: the schema of tool {name!r:.200} is no valid JSON schema: {problem}")
+        raise RequestError(f"{path}: the schema of tool {name!r:.200} is not a valid JSON schema: {problem}")
 
 
 async def check_large_schemas(body: Mapping[str, object]) -> None:

@@ -39,7 +39,7 @@ class ErrorShapingSend:
     `retry-after`; one that no retry changes, despite its status, has `x-should-retry: false`.
 
     Args:
-        dialect: None passes errors on unchanged, for routes with a shape of their own.
+        dialect: None passes errors on unchanged, for routes whose errors have another shape.
 
     Attributes:
         started: True once anything has been sent, so that no other answer is possible.
@@ -109,7 +109,7 @@ class ErrorShapingSend:
             body = json.loads(content)
         except (ValueError, RecursionError):
             body = None
-        # engines' errors have OpenAI's shape, but types and codes of their own
+        # engines' errors have OpenAI's shape, but their types and codes differ
         if dialect.native or not _has_shape(body, dialect.error_body(RequestError(""))):
             body = dialect.error_body(read_error(status, content))
         await self._send_json(dialect, status, body, headers)

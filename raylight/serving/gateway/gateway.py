@@ -395,7 +395,7 @@ def _scope_of(attempt: AttemptScope, use: KeyUse | None) -> AttemptScope:
 
 
 def _check_use(use: KeyUse | None, route: Route) -> None:
-    """Check that an attempt's key is for the route: spans, which may be rewards, have a key of their own.
+    """Check that an attempt's key is for the route: spans, which may be rewards, need a separate key.
 
     Raises:
         RequestError: 403, it is for another use.

@@ -58,7 +58,7 @@ def model_in_place_of(name: str, default: str, served: list[str]) -> str:
 
 
 class AnyModelName:
-    """Accepts any model name from an attempt, since harnesses have names of their own for some calls.
+    """Accepts any model name from an attempt, since harnesses hard-code model names for some calls.
 
     The served model answers, under the requested name. The scope has this name as `REQUESTED_MODEL_KEY`, so
     that the call is recorded as an auxiliary one.

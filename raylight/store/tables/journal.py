@@ -160,9 +160,7 @@ class Journal:
                 "use that version, or another output_dir"
             )
         if version == 0 and db.execute("SELECT 1 FROM sqlite_master").fetchone():
-            raise StoreError(
-                f"{self.path} is a database of another program; give the store a file of its own"
-            )
+            raise StoreError(f"{self.path} is a database of another program; give the store another file")
         if version == 0 and self._read_only:
             raise StoreError(f"there is no store at {self.path} yet; wait until the run has created it")
 

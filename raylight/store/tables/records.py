@@ -4,7 +4,7 @@ Laws:
 - A span or a call that arrives twice is stored once.
 - The sequence ids of an attempt's spans only grow.
 - The spans of agents are bounded in number, spans of captured calls are not: conversations are read from
-  them. Spans with a reward have a bound of their own, and an attempt over it fails, because rewards were
+  them. Spans with a reward have a separate bound, and an attempt over it fails, because rewards were
   dropped.
 - The record of a call belongs to the attempt that opened it, and to no other.
 - Records for a decided attempt are counted as late, never attributed to the next attempt.

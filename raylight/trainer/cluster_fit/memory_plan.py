@@ -41,7 +41,7 @@ class PlannedRun:
     Attributes:
         model_path: folder of the model.
         kind: the engine, "vllm" or "transformers".
-        teachers: those in engines of their own.
+        teachers: those with dedicated engines.
         reward_models: those that the group reward calls.
     """
 
@@ -143,7 +143,7 @@ def _shortages(run: PlannedRun, shape: ModelShape, cluster: ClusterShape, at_pea
             found.append(
                 Shortage(
                     "key-value cache",
-                    f"engine: no room for one sequence of {role.context:,} tokens beside the weights; give "
+                    f"engine: no room for one sequence of {role.context:,} tokens after the weights; give "
                     "it more memory (engine.args.gpu_memory_utilization), more GPUs "
                     "(engine.args.tensor_parallel_size), or lower engine.max_model_len",
                 )

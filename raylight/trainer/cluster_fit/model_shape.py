@@ -193,7 +193,7 @@ def _build(path: str, config: Any, dtype: torch.dtype = torch.float32) -> Any:
 
 
 def _layers(model: Any) -> Iterator[nn.Module]:
-    """Yield the modules of the language part that FSDP gathers as groups of their own."""
+    """Yield the modules of the language part that FSDP gathers as separate groups."""
     names = set(model._no_split_modules or ())
     for module in language_part(model).modules():
         if type(module).__name__ in names:
@@ -214,8 +214,7 @@ def _cache_per_token(text: Any, layers: int) -> int:
 
 
 def _deep_layers(vision: object) -> int:
-    """Return the number of layers of the tower whose features go into the language part beside the last
-    ones."""
+    """Return how many layers of the tower pass features to the language part besides the last ones."""
     return len(getattr(vision, "deepstack_visual_indexes", None) or ())
 
 

@@ -59,7 +59,7 @@ def check_models(algorithm: PolicyAlgorithm, learner: LearnerConfig) -> None:
     """Check that the learners can train several models, or keep older versions of one as opponents.
 
     Raises:
-        ConfigError: they are no adapters that engines serve, or an initial adapter is none.
+        ConfigError: engines cannot serve them, or an initial adapter is not an adapter.
     """
     if not algorithm.served_models:
         return
@@ -76,7 +76,7 @@ def check_models(algorithm: PolicyAlgorithm, learner: LearnerConfig) -> None:
             continue
         if (folder / "config.json").is_file():
             raise ConfigError(
-                f"models: {name!r} has weights of its own, {folder}, and the models of a run are LoRA "
+                f"models: {name!r} is a full model, {folder}, and the models of a run are LoRA "
                 "adapters of one base; give the folder of an adapter, or serve that model elsewhere as a "
                 "fixed one: LLM(endpoint=..., traced=True)"
             )
@@ -151,7 +151,7 @@ def engine_with_transport(engine: EngineConfig, learner: LearnerConfig, overlaps
         raise ConfigError(
             "max_staleness above 0 has engines sample while the learners update, and "
             "engine.sleep_while_learning lends their GPUs to the learners; set max_staleness=0, or give both "
-            "GPUs of their own"
+            "dedicated GPUs"
         )
     transport = choose_transport(engine, learner, most_workers(engine), overlaps)
     return engine.model_copy(update={"weight_transfer": transport})
@@ -162,7 +162,7 @@ def engine_with_adapter(
 ) -> EngineConfig:
     """Return the settings of an engine with room for the learners' adapters, two versions of each.
 
-    vLLM is told the adapted layers: on a CPU it cannot compute the log-probs of prompts beside other requests
+    vLLM is told the adapted layers: on a CPU it cannot compute a prompt's log-probs in a batch with others
     if the output layer may be adapted too.
 
     Args:
@@ -193,7 +193,7 @@ def engine_with_routes(engine: EngineConfig, model_path: str) -> EngineConfig:
         )
     if not _has_experts(model_path):
         raise ConfigError(
-            f"learner.router_replay=True: {model_path} is no mixture of experts; leave the setting out"
+            f"learner.router_replay=True: {model_path} is not a mixture of experts; leave the setting out"
         )
     for name in ROUTELESS_ARGS if engine.kind == "vllm" else ():
         if engine.args.get(name) not in (None, 1):

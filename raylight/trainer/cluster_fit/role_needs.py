@@ -231,7 +231,7 @@ def _pass(
     """Yield what a forward and backward pass over one micro-batch adds, in its largest phase.
 
     FSDP2 gathers a layer while the next one is on its way, with a flat copy. Weights outside the layers are
-    groups of their own, but tied ones stay gathered for the whole pass. Gradients are copied to a flat
+    separate groups, but tied ones stay gathered for the whole pass. Gradients are copied to a flat
     float32 buffer to be reduced, which lasts until that of the next group; gloo copies it again.
     """
     compute, full = DTYPES[config.dtype].itemsize, trained == shape.parameters

@@ -31,7 +31,7 @@ END_TIMEOUT_S = 15.0
 
 @dataclass(frozen=True)
 class PinnedAdapter:
-    """A version of the learners' adapters that the engines serve under names of their own until its release.
+    """A version of the learners' adapters that the engines serve under separate names until its release.
 
     Attributes:
         names: the pinned name of each adapter, by the name under which its current version is served.
@@ -54,7 +54,7 @@ class Publications:
         adapters: the learners' models, whose adapters are served, by the names under which they are; the
             only model of a run has an empty name. Empty: all weights are published.
         fixed: adapters that are published at the start only.
-        probe: token ids whose log-probs are compared; empty if the learners have no weights of their own.
+        probe: token ids whose log-probs are compared; empty if the learners do not own the weights.
         tolerance: limit of the mean difference of log-probs.
         beside_updates: updates may begin while weights are sent.
     """

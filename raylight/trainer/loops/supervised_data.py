@@ -79,8 +79,8 @@ def _check_read(algorithm: SupervisedAlgorithm) -> None:
     given = [name for name in STORE_SETTINGS if name in fields and getattr(algorithm, name) != fields[name]]
     if given:
         raise ConfigError(
-            f"nothing reads {', '.join(given)}: data is no run directory; leave it out, or select rollouts "
-            "with `raylight export-traces`"
+            f"nothing reads {', '.join(given)}: data is not a run directory; leave it out, or select "
+            "rollouts with `raylight export-traces`"
         )
 
 

@@ -69,7 +69,7 @@ class Connection:
             stage(self.description)
 
 
-OWN_CLUSTER_HINT = 'For a cluster of its own: Trainer(address="local"), or --address local'
+OWN_CLUSTER_HINT = 'For a separate cluster: Trainer(address="local"), or --address local'
 
 
 def running_cluster() -> str | None:

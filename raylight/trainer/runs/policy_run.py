@@ -232,7 +232,7 @@ def plan_training(
         if teacher.serving is None and learner.kind == "local":
             raise ConfigError(
                 "a local learner has no ranks that a teacher could be on; remove learner.kind='local', or "
-                "set divergence='sampled', which a teacher in engines of its own can give"
+                "set divergence='sampled', which a teacher with dedicated engines can give"
             )
     algorithm = algorithm.with_teachers({name: one.config for name, one in teachers.items()})
     url = resolve_state_url(checkpoint.path or str(Path(settings.folder, "state")))

@@ -18,7 +18,7 @@ def test_roles_take_custom_resources(config: type) -> None:
 @pytest.mark.parametrize(
     ("resources", "message"),
     [
-        ({"GPU": 1}, r"resources: .*'GPU' is no custom resource; use num_gpus"),
+        ({"GPU": 1}, r"resources: .*'GPU' is not a custom resource; use num_gpus"),
         ({"CPU": 1}, "use num_cpus"),
         ({"memory": 1}, "nodes that have enough memory"),
         ({"fast": 0}, "greater than 0"),

@@ -41,8 +41,8 @@ def test_usual_schemas_pass(schema: Any) -> None:
         (properties(1001), "at properties: 1001 properties; at most 1000 are allowed"),
         (
             nested(properties(101, maxProperties=5), 1),
-            "at properties.a.properties: 101 properties; at most 100 are allowed beside minProperties and "
-            "maxProperties",
+            "at properties.a.properties: 101 properties; at most 100 are allowed together with "
+            "minProperties and maxProperties",
         ),
         (
             {"anyOf": [{}, {"pattern": "(a{1,1000}){1,1000}"}]},

@@ -274,7 +274,7 @@ async def test_a_server_that_is_not_there_is_unavailable() -> None:
 
 async def test_an_address_without_a_websocket_is_named() -> None:
     async with serving(guessing) as (_, url):
-        with pytest.raises(EnvironmentServerError, match=r"/elsewhere/ws is no WebSocket \(status 404"):
+        with pytest.raises(EnvironmentServerError, match=r"/elsewhere/ws is not a WebSocket \(status 404"):
             await play(f"{url}/elsewhere")
 
 
@@ -289,7 +289,7 @@ async def test_rejected_parameters_of_a_reset_are_an_error_of_the_task() -> None
     async with serving(lambda message: error("VALIDATION_ERROR")) as (_, url):
         with pytest.raises(DatasetError, match="rejects the task"):
             await play(url, {"seed": -1})
-        with pytest.raises(DatasetError, match="is no dict"):
+        with pytest.raises(DatasetError, match="is not a dict"):
             await play(url, "task")
         with pytest.raises(EnvironmentServerError, match="needs JSON"):
             await play(url, {"seed": {1, 2}})
@@ -367,8 +367,8 @@ def test_environments_of_tools_are_recognised() -> None:
 @pytest.mark.parametrize(
     ("arguments", "match"),
     [
-        ({"url": "127.0.0.1:8000"}, "is no address"),
-        ({"url": None}, "is no address"),
+        ({"url": "127.0.0.1:8000"}, "is not an address"),
+        ({"url": None}, "is not an address"),
         ({"url": "ws://host", "reward": "mean"}, "reward='mean' is unknown"),
         ({"url": "ws://host", "max_turns": 0}, "must be positive"),
     ],

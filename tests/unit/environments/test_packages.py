@@ -40,7 +40,7 @@ async def test_a_frozen_lake_is_crossed(monkeypatch: pytest.MonkeyPatch) -> None
         {"role": "user", "content": "[S]FFF\nFHFH\nFFFH\nHFFG"},
     ]
     assert requests[1][-1]["content"] == "SFFF\n[F]HFH\nFFFH\nHFFG"
-    assert requests[4][-1]["content"].startswith("'fly' is no action. Answer with one action: left, down")
+    assert requests[4][-1]["content"].startswith("'fly' is not an action. Answer with one action: left, down")
     reward, requests = await play(monkeypatch, agent, {"seed": 0}, "right", "down")
     assert (reward, len(requests)) == (0.0, 2)
 

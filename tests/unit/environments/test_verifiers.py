@@ -133,7 +133,7 @@ async def test_a_failed_trace_fails_the_rollout(folder: Path, error: str, kind: 
     ("task", "message"),
     [
         ({"idx": 9}, "the taskset sums has no task 9"),
-        ("first", "is no {"),
+        ("first", "is not {"),
         ({"idx": "1"}, "the position of a task"),
         (RAISES, "KeyError: 'column'"),
     ],

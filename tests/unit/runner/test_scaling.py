@@ -55,7 +55,7 @@ async def test_failures_say_how_far_the_component_got(store: StoreClient) -> Non
         reply = await store.ask_driver("run", {"runners": 12, "replicas": 2}, timeout=9)
     assert reply == {
         "runners": {"before": 2, "after": 10, "error": "PlacementError: room for ten"},
-        "replicas": {"error": "run run has no replicas of its own to scale; it has: runners"},
+        "replicas": {"error": "run run has no replicas to scale; it has: runners"},
     }
     assert notes[-1] == "scaled from 2 to 10 runners, not to 12: PlacementError: room for ten"
 

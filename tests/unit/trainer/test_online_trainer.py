@@ -42,7 +42,7 @@ def test_groups_of_sessions(tmp_path: Path) -> None:
     assert (algorithm.tasks_per_step, algorithm.rollout.unresponsive_seconds) == (8, 5)
     online = trainer(tmp_path, given)
     assert online.plan_sessions().settings.serving.session_rules.group_size == 4
-    with pytest.raises(ConfigError, match="30 is no multiple of the group size 4"):
+    with pytest.raises(ConfigError, match="30 is not a multiple of the group size 4"):
         online_algorithm(STARTER_MODEL, given, sessions_per_step=30)
 
 

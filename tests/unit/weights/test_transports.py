@@ -57,7 +57,7 @@ def test_beside_updates_the_transport_uses_no_connections_of_the_learners() -> N
     own, learner = EngineConfig(kind="vllm", num_gpus=1), LearnerConfig(num_gpus=1)
     assert choose_transport(own, learner, 1, beside_updates=True) == "nccl"
     pulled = own.model_copy(update={"weight_transfer": "sharded_rdt"})
-    with pytest.raises(ConfigError, match="'sharded_rdt' cannot send weights beside updates"):
+    with pytest.raises(ConfigError, match="'sharded_rdt' cannot send weights during updates"):
         choose_transport(pulled, learner, 1, beside_updates=True)
 
 

@@ -81,7 +81,7 @@ def points(step: int, metrics: Metrics) -> tuple[int, Metrics]:
     """Return the step that metrics are drawn at, and those that have a value there.
 
     An evaluation during training is drawn at the step that it evaluated. NaN and infinity are left out,
-    because they are no points, and some trackers reject the whole row.
+    because they are not points, and some trackers reject the whole row.
     """
     hidden = (VAL_STEP, TOTAL_SECONDS) if VAL_STEP in metrics else ()
     finite = {n: float(v) for n, v in metrics.items() if n not in hidden and math.isfinite(v)}

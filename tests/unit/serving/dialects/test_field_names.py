@@ -72,8 +72,8 @@ def rejecting(message: str | None) -> tuple[FakeChat, ASGIApp]:
 @pytest.mark.parametrize(
     ("fields", "said", "expected"),
     [
-        ({"tools": [TOOL]}, None, "tools[0].input_schema: the schema of tool 'f' is no valid JSON schema"),
-        ({"tools": [TOOL | {"name": "a b"}]}, None, "tools[0].name: 'a b' is no name"),
+        ({"tools": [TOOL]}, None, "tools[0].input_schema: the schema of tool 'f' is not a valid JSON schema"),
+        ({"tools": [TOOL | {"name": "a b"}]}, None, "tools[0].name: 'a b' is not a name"),
         ({"output_config": {"format": WRONG_FORMAT}}, None, "output_config.format.schema: "),
         ({"extra_body": {"output_format": WRONG_FORMAT}}, None, "output_format.schema: "),
         ({"thinking": {"type": "enabled"}}, None, "thinking.budget_tokens: Field required"),

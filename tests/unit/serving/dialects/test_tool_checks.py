@@ -45,15 +45,15 @@ def test_sound_tools_pass_and_their_form_is_left_to_the_engine(tools: Any) -> No
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [
-        (tool("two words"), "tools[1].function.name: 'two words' is no name of a tool"),
-        (tool(""), "tools[1].function.name: '' is no name"),
+        (tool("two words"), "tools[1].function.name: 'two words' is not a name of a tool"),
+        (tool(""), "tools[1].function.name: '' is not a name"),
         (tool("x" * 129), "tools[1].function.name: "),
         (tool("größe"), "tools[1].function.name: 'größe'"),
         (tool(parameters=[]), "tools[1].function.parameters: the schema of tool 'add' must be an object"),
         (tool(parameters={"type": "string"}), "must have the type 'object', not 'string'"),
         (
             tool(parameters={"type": "object", "properties": {"a": {"type": "strng"}}}),
-            "tools[1].function.parameters: the schema of tool 'add' is no valid JSON schema: at "
+            "tools[1].function.parameters: the schema of tool 'add' is not a valid JSON schema: at "
             "properties.a.type: 'strng'",
         ),
         (tool(parameters={"properties": ["a"]}), "at properties: ['a'] is not of type 'object'"),

@@ -248,7 +248,7 @@ def test_several_models_are_adapters_that_engines_serve(tmp_path: Path):
     with pytest.raises(ConfigError, match="'coder' has no LoRA adapter in peft's format"):
         check_models(several, learner)
     (tmp_path / "config.json").write_text("{}")
-    with pytest.raises(ConfigError, match=r"'coder' has weights of its own.*one base.*endpoint"):
+    with pytest.raises(ConfigError, match=r"'coder' is a full model.*one base.*endpoint"):
         check_models(several, learner)
     for file in ADAPTER_FILES:
         (tmp_path / file).write_text("{}")
@@ -281,5 +281,5 @@ def test_router_replay_needs_a_mixture_and_an_engine_that_records_routes(tmp_pat
         with_replay(mixture, kind="vllm", args=without)
     with pytest.raises(ConfigError, match=r"'package.module:Engine' does not record .* set engine.kind to"):
         with_replay(mixture, kind="package.module:Engine")
-    with pytest.raises(ConfigError, match="is no mixture of experts; leave the setting out"):
+    with pytest.raises(ConfigError, match="is not a mixture of experts; leave the setting out"):
         with_replay(str(STARTER_MODEL), kind="transformers")

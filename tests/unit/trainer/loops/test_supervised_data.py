@@ -76,7 +76,7 @@ def test_a_model_without_a_chat_template_is_an_error(tmp_path):
 
 
 def test_settings_of_rollouts_are_not_read_with_messages():
-    with pytest.raises(ConfigError, match="nothing reads min_reward, best_of_group: data is no run"):
+    with pytest.raises(ConfigError, match="nothing reads min_reward, best_of_group: data is not a run"):
         load([GOOD], min_reward=0.5, best_of_group=True)
 
 
