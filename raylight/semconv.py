@@ -1,6 +1,6 @@
 """Names of spans and attributes.
 
-They are those of agent-lightning 0.3 and of OpenTelemetry's `gen_ai` conventions, so that traces can be
+They come from agent-lightning 0.3 and OpenTelemetry's `gen_ai` conventions, so that traces can be
 exchanged.
 """
 

@@ -61,7 +61,7 @@ async def cancel_all(tasks: Iterable[asyncio.Future[Any]]) -> None:
 
 
 async def in_daemon_thread(function: Callable[[], T]) -> T:
-    """Await a blocking function in a daemon thread; those of `asyncio.to_thread` delay the process's exit."""
+    """Await a blocking function in a daemon thread; threads of `asyncio.to_thread` delay exit."""
     result: concurrent.futures.Future[T] = concurrent.futures.Future()
     result.set_running_or_notify_cancel()  # a caller that is cancelled does not end the function
 

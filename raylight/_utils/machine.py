@@ -22,7 +22,7 @@ MIN_SHM = 8 * 2**20
 
 
 def available_cpus() -> int:
-    """Return the CPUs that this process may use: those of the machine, of the container's quota, and of the
+    """Return the CPUs that this process may use: the least of the machine, the container's quota, and the
     CPU affinity. At least 1, also of a quota below one CPU, of which Ray would make 0."""
     from ray._private.utils import get_num_cpus
 

@@ -126,7 +126,7 @@ def _check_parameters(function: Callable[..., object], name: str) -> list[inspec
 def algo(function: Callable[..., object]) -> FunctionalAlgorithm:
     """Decorator that turns a function into an algorithm.
 
-    The function receives those of the following that it has parameters for: `store`, `adapter`, `llm_proxy`,
+    The function receives the following that it has parameters for: `store`, `adapter`, `llm_proxy`,
     `initial_resources`, `train_dataset`, `val_dataset`.
 
     Example:

@@ -284,7 +284,7 @@ class GepaProgress:
 
 
 def _prepare_state(folder: Path | None, resume_file: Path | None, identity: JsonObject) -> Path | None:
-    """Return the folder of the package's state: that of the search to resume, or a new one.
+    """Return the folder of the package's state: the one of the search to resume, or a new one.
 
     Raises:
         CheckpointError: the state is of another search.

@@ -127,7 +127,7 @@ class PolicyAlgorithm(PolicySettings, BaseAlgorithm):
     """Default sampling parameters of the trained model (`LLM.sampling_parameters`); an agent's own
     declaration wins."""
     val_sampling_parameters: JsonObject | None = None
-    """Sampling parameters of validation rollouts, such as `{"temperature": 0.0}`, over those of training;
+    """Sampling parameters of validation rollouts, such as `{"temperature": 0.0}`, over training's;
     None: the same. The agent must pass `llm.sampling_parameters` on."""
     off_policy_sampling: OffPolicySampling = "error"
     """Treatment of training calls whose recorded sampling is not the policy's own distribution, and which the

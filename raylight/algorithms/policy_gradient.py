@@ -175,7 +175,7 @@ class OTB(PolicyAlgorithm):
 class GiGPO(PolicyAlgorithm):
     """Group-in-group policy optimisation, https://arxiv.org/abs/2505.10978.
 
-    A = GRPO's advantage of the rollout, plus `turn_coef` times that of the turn: its discounted return less
+    A = GRPO's advantage of the rollout, plus `turn_coef` times the turn's: its discounted return less
     the mean of the turns of equal states in the rollouts of the group, divided by their deviation.
     """
 

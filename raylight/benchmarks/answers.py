@@ -65,7 +65,7 @@ def score_option(row: Row, message: Any) -> float:
 
 
 def score_mathematics(row: Row, message: Any) -> Check:
-    """Compare an answer, usually in \\boxed{}, with that of MATH by math-verify, in a separate process."""
+    """Compare an answer, usually in \\boxed{}, with MATH's by math-verify, in a separate process."""
     content = json.dumps([row["answer"], message.content or ""])
     return Check(VERIFY, passed="right", stdin=content, timeout_s=60.0, trusted=True)
 

@@ -152,7 +152,7 @@ def export_traces_command(
         ),
     ] = TraceFormat.sft,
     min_reward: Annotated[
-        float | None, typer.Option(help="Smallest reward; of a pair, that of the chosen rollout.")
+        float | None, typer.Option(help="Smallest reward; of a pair, the chosen rollout's.")
     ] = None,
     best_of_group: Annotated[
         bool, typer.Option("--best-of-group", help="Only the best rollout of each group.")

@@ -25,7 +25,7 @@ TOPK = (torch.topk, torch.Tensor.topk)
 class ExpertRoutes:
     """Records and replays which experts the tokens of a forward pass go to.
 
-    Router replay is that of R3 (https://arxiv.org/abs/2510.11370).
+    Router replay follows R3 (https://arxiv.org/abs/2510.11370).
 
     Args:
         module: a model of transformers, whose layers of experts are wrapped in place.

@@ -403,7 +403,7 @@ async def open_session(
 
     Raises:
         EnvironmentUnavailableError: the server cannot be reached.
-        EnvironmentServerError: the address is not that of an OpenEnv server.
+        EnvironmentServerError: the address is not an OpenEnv server's.
     """
     import aiohttp
 

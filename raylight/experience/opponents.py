@@ -138,7 +138,7 @@ class OpponentPool:
         return {"rating": self.rating, "opponents": [asdict(one) for one in self.opponents]}
 
     def load_state_dict(self, state: JsonObject) -> None:
-        """Continue from the result of `state_dict`; an empty one is that of a run's start. Of a larger pool,
+        """Continue from the result of `state_dict`; an empty one stands for a run's start. Of a larger pool,
         before a resume with another setting, the weakest leave."""
         self.rating = state.get("rating", 0.0)
         self.opponents = [Opponent(**one) for one in state.get("opponents", ())]
@@ -147,7 +147,7 @@ class OpponentPool:
 
 
 def model_of_call(served: str) -> str:
-    """Return the model that a call of a training rollout stands for: that of its name, or the opponent for an
+    """Return the model that a call of a training rollout stands for: the named one, or the opponent for an
     older version of the policy, which has an "@" in its name."""
     model, is_older, _ = served.partition("@")
     return OPPONENT if is_older else model

@@ -37,7 +37,7 @@ class AlignedTokens:
     """Own ends of spans that the other tokenizer cannot read."""
 
     def place(self, own: int) -> int:
-        """Return the number of other tokens up to the end of a span, given that of own tokens."""
+        """Return the number of other tokens up to the end of a span, given the number of own tokens."""
         return next((other for end, other in self.spans if end == own), 0)
 
 
@@ -49,7 +49,7 @@ class TokenAligner:
 
     Args:
         own: Hugging Face tokenizer of the rows.
-        other: that of the teacher.
+        other: the teacher's.
 
     Raises:
         ConfigError: the other tokenizer does not know where the text of its tokens ends.

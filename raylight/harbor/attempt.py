@@ -95,7 +95,7 @@ class HarborAttempt:
         """Run the tests after the agent has ended, and return their reward.
 
         Args:
-            sandbox: that of the agent.
+            sandbox: the agent's.
             tests_sandbox: a started one for the tests, if the task has a separate environment for them.
 
         Raises:

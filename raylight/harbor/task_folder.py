@@ -48,7 +48,7 @@ class TaskEnvironment:
     folder: Path | None = None
     """Folder of a Dockerfile and its files."""
     workdir: str | None = None
-    """Working directory; None: that of the image."""
+    """Working directory; None: the image's."""
     env: Mapping[str, str] = field(default_factory=dict)
     """Variables, as they are written: `${NAME}` and `${NAME:-default}` stand for the runner's own."""
     memory_mb: int | None = None
@@ -80,7 +80,7 @@ class HarborTask:
     """Folders that are copied to /tests, a later one over an earlier. Empty: the image of `tests_environment`
     has the tests."""
     artifacts: tuple[str, ...] = ()
-    """Paths that are copied from the agent's environment into that of the tests."""
+    """Paths that are copied from the agent's environment into the tests' one."""
     metadata: JsonObject = field(default_factory=dict)
     steps: tuple[HarborTask, ...] = ()
     """Steps of a task that has several, in their order, each with the environment of the task."""
@@ -89,7 +89,7 @@ class HarborTask:
     min_rewards: Mapping[str, float] = field(default_factory=dict)
     """Rewards by name without which the steps after this one are left out."""
     reward_strategy: str = "mean"
-    """Reward of several steps: the mean of those that were taken, or that of the last one ("final")."""
+    """Reward of several steps: the mean over the steps that ran, or the last one's ("final")."""
 
 
 def read_task(folder: str | os.PathLike[str]) -> HarborTask:
@@ -145,7 +145,7 @@ def _read_step(
 
 
 def _min_rewards(folder: Path, value: Any) -> dict[str, float]:
-    """Return the smallest rewards of a step by name: a number is that of the reward that counts."""
+    """Return the smallest rewards of a step by name: a number stands for the reward that counts."""
     least = {} if value is None else value if isinstance(value, dict) else {PRIMARY: value}
     for reward in least.values():
         if isinstance(reward, bool) or not isinstance(reward, int | float):

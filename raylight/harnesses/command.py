@@ -35,7 +35,7 @@ from raylight.types import Rollout
 Command = Sequence[str | os.PathLike[str]]
 NAME = "CommandAgent"
 WORK, HOME = "work", "home"
-"""Folders of a sandbox's workspace: the agent's working folder, and that of its configuration."""
+"""Folders of a sandbox's workspace: for work and for configuration."""
 
 
 Reward = str | Sequence[str] | RewardCommand | Callable[[Any, CommandResult], Any]
@@ -64,7 +64,7 @@ class CommandAgent(LitAgent[Any]):
     Args:
         command: program and arguments, or a function that returns them for a task. `{prompt}`, `{workspace}`,
             `{home}`, `{model}` and `{base_url}` are filled in. Never put a key there: all users of a machine
-            can read command lines. None: that of the preset.
+            can read command lines. None: the preset's.
         preset: name of a known harness, see docs/harnesses.md.
         sandbox: place in which programs run: "process", "podman:IMAGE", or a `SandboxSpec`.
         max_sandboxes: sandboxes at once in each runner process; further rollouts wait in their order, within
@@ -85,7 +85,7 @@ class CommandAgent(LitAgent[Any]):
         max_context_tokens: context of the model, which a preset tells its harness.
         max_output_tokens: largest answer, likewise.
         env: further environment variables. None as a value removes a variable. The runner's own variables are
-            inherited by programs on its machine, except those of its Python environment, such as PYTHONPATH.
+            inherited by programs on its machine, except its Python environment's, such as PYTHONPATH.
         cwd: working folder, in place of the sandbox's own.
         llm: name of the resource with the model. None: `llm`, or the first model.
         sends_spans: give the program the key for spans too. Spans may be rewards, so that everything that

@@ -56,7 +56,7 @@ class RewardCommand:
     env: Mapping[str, str] | None = None
     """Further variables."""
     sandbox: RewardSandbox = "fresh"
-    """Sandbox of the command. "fresh": one in which the agent has never been. "agent": that of the agent,
+    """Sandbox of the command. "fresh": one in which the agent has never been. "agent": the agent's,
     with all that it installed; such an agent can forge the reward. The command of an agent without a sandbox,
     or in a folder of the machine (`cwd`), runs there in any case."""
 
@@ -78,9 +78,9 @@ class RewardCommand:
         """Run the command and return the reward.
 
         Args:
-            sandbox: that of the agent, which is stopped unless the command runs in it.
+            sandbox: the agent's, which is stopped unless the command runs in it.
             workspace: the agent's working folder.
-            spec: description of a fresh sandbox. None: the command runs in that of the agent.
+            spec: description of a fresh sandbox. None: the command runs in the agent's.
 
         Raises:
             RewardError: the command cannot be run, or wrote no reward.

@@ -113,7 +113,7 @@ def read_image(data: bytes, limits: ImageLimits = CHECKED) -> Image:
     """Return the image of a file that a stranger may have made.
 
     Args:
-        limits: by default those of an image that the gateway has checked.
+        limits: by default, for an image that the gateway has checked.
 
     Raises:
         ImageError: it is not a single image of a known format within the limits, or not whole.
@@ -179,7 +179,7 @@ def read_data_url(url: str, limits: ImageLimits = CHECKED) -> Image:
     """Return the image of a `data:` URL. The latest ones are kept.
 
     Args:
-        limits: by default those of an image that the gateway has checked.
+        limits: by default, for an image that the gateway has checked.
 
     Raises:
         ImageError: it is not the URL of an image, or `read_image` raises it.

@@ -36,7 +36,7 @@ class Criterion:
     """
 
     name: str
-    """Name, which is also that of a reward."""
+    """Name, also of a reward."""
     description: str = ""
     """Text for the judge; not needed with `check`."""
     weight: float = 1.0

@@ -52,7 +52,7 @@ class BubblewrapSandbox(ExecSandbox):
     each process and, when a program has ended, for the root folder.
 
     Args:
-        readable: further folders of the machine that can be read, such as that of Node.js. If the runner is
+        readable: further folders of the machine that can be read, such as Node.js's. If the runner is
             root, every user must be able to read them.
 
     Raises:

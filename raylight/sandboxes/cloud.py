@@ -56,7 +56,7 @@ class CloudSandbox(ExecSandbox):
     Args:
         image: what the sandbox starts from.
         limits: limits, most of which providers do not have.
-        gateway_url: public address that leads to the model's gateway, such as that of a reverse proxy or a
+        gateway_url: public address that leads to the model's gateway, such as a reverse proxy's or a
             tunnel. None: the gateway's own address is public.
         lifetime_s: seconds after which the provider ends the sandbox, also if its runner was lost.
         arguments: further arguments of the provider's call that makes a sandbox.

@@ -35,7 +35,7 @@ def marked_command(
         command: program and arguments.
         mark: mark that the program has in its environment already.
         env: environment of the program, by which it is found.
-        cwd: working directory of the program; None: that of this process.
+        cwd: working directory of the program; None: this process's.
 
     Raises:
         FileNotFoundError: the program does not exist. PermissionError: it cannot be executed.
@@ -135,7 +135,7 @@ async def run_program(
     Args:
         command: program and arguments.
         env: the whole environment.
-        cwd: working directory; None: that of this process.
+        cwd: working directory; None: this process's.
         stdin: its standard input, closed afterwards.
         timeout_s: seconds after which it is ended; the result says so.
         ends_children: False for a program that leaves a service behind on purpose, such as `podman run`. It

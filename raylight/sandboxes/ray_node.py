@@ -16,7 +16,7 @@ from raylight.sandboxes.sandbox import ExecResult, Sandbox, SandboxLimits
 STOP_S = 60.0
 """Time that the sandbox on the node has to stop before its actor is killed."""
 KILLED = (-9, 137)
-"""Exit statuses of a killed program; the second is that of a shell or a container."""
+"""Exit statuses of a killed program; a shell or a container returns the second."""
 
 
 class NodeSandbox:

@@ -18,7 +18,7 @@ from raylight.sandboxes.process import inherited_environment
 from raylight.sandboxes.sandbox import ExecResult
 
 MARK_VARIABLE = "RAYLIGHT_REMOTE_PROGRAM"
-"""Variable of the mark. It is not that of local programs, whose processes end with the command."""
+"""Variable of the mark. It differs from the mark of local programs, whose processes end with the command."""
 END_MARKED = f"""
 marked() {{ grep -ls "{MARK_VARIABLE}=$1" /proc/[0-9]*/environ; }}
 send() {{ for f in $(marked "$2"); do p=${{f#/proc/}}; kill "$1" "${{p%/environ}}" 2>/dev/null; done; }}

@@ -13,7 +13,7 @@ MAX_STDERR = 64 * 1024
 
 @dataclass(frozen=True)
 class SandboxLimits:
-    """Limits of a sandbox. None: no limit, or that of the backend.
+    """Limits of a sandbox. None: no limit, or the backend's default.
 
     A backend that cannot enforce a limit that was set raises ConfigError when the sandbox is described, not
     when it runs.

@@ -205,7 +205,7 @@ class _StoredCall:
 def _join_prompts(calls: dict[CallId, _StoredCall]) -> None:
     """Complete each prompt with the tokens that it shares with its base call.
 
-    A call whose prompt begins with that of its base, and is the longest one that does, continues it. The
+    A call whose prompt begins with its base's prompt, and is the longest one that does, continues it. The
     prompts of calls that continue one another are parts of one array, whose tokens are copied once.
     """
     followers: dict[CallId | None, list[_StoredCall]] = defaultdict(list)

@@ -88,7 +88,7 @@ class Session(NamedTuple):
 
     @property
     def session_id(self) -> str:
-        """Id of the session, which is that of its attempt."""
+        """Id of the session and of its attempt."""
         assert self.state.attempt is not None, "a session has an attempt"
         return self.state.attempt.attempt_id
 

@@ -191,7 +191,7 @@ def call_span_row(
     Args:
         attributes: the span's, without what it shares with the base.
         base: see SPAN.
-        shared: number of characters that an attribute shares with that of the base.
+        shared: number of characters that an attribute shares with the base's.
 
     Raises:
         SpanError: the span cannot be stored.

@@ -4,7 +4,7 @@ Draws of a sampler are numbered from 0. Laws:
 - A number is always drawn the same: again, and in a process that has continued from the sampler's state.
 - Numbers may be drawn with gaps, and out of order.
 - `state_dict` is plain JSON, and complete: with the same outcomes, the sampler of a resumed run draws what
-  that of an uninterrupted one does.
+  the sampler of an uninterrupted one does.
 """
 
 from __future__ import annotations

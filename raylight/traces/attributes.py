@@ -1,6 +1,6 @@
 """Reading of span attributes: flattened values, values stored as text, ids of calls, names of agents.
 
-The conventions are those of OpenTelemetry's `gen_ai`, OpenLLMetry, AgentOps, Weave, LangChain, AutoGen,
+The conventions come from OpenTelemetry's `gen_ai`, OpenLLMetry, AgentOps, Weave, LangChain, AutoGen,
 agent-framework, the OpenAI Agents SDK, and agent-lightning's LLM proxy.
 """
 

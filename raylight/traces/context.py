@@ -196,7 +196,7 @@ def current_trace() -> AttemptTrace | None:
 
 @contextlib.contextmanager
 def tracing(trace: AttemptTrace) -> Iterator[AttemptTrace]:
-    """Make a trace the current one, in this context and in its copies (such as those of tasks)."""
+    """Make a trace the current one, in this context and in its copies (such as tasks')."""
     token = _CURRENT.set(trace)
     try:
         yield trace

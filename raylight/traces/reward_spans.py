@@ -117,7 +117,7 @@ def get_rewards_from_span(span: SpanLike) -> list[NamedReward]:
 
 
 def get_any_rewards(span: SpanLike) -> list[NamedReward]:
-    """Return all rewards of a span, including those of single agents, with the primary one first.
+    """Return all rewards of a span, single agents' included, with the primary one first.
 
     Rewards that cannot be read are logged and ignored.
     """

@@ -52,7 +52,7 @@ class AgentFilter:
 
 
 def agents_of_generations(generations: Sequence[Generation], spans: Sequence[Span]) -> list[str | None]:
-    """Return the agent of each generation: the one that it names, else that of its response.
+    """Return the agent of each generation: the one that it names, else its response's.
 
     The id of the response comes from the span that raylight captured. Without such a span, it is the one that
     contains the call id.

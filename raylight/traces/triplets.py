@@ -41,7 +41,7 @@ logger = logging.getLogger(__name__)
 LLM_CALL_MATCH = (
     r"^openai\.(chat|completion|response)|^anthropic\.(chat|completion|message)|^raw_gen_ai_request$"
 )
-"""Names of spans of calls: those of raylight, AgentOps, OpenLLMetry and agent-lightning's LLM proxy."""
+"""Names of spans of calls by raylight, AgentOps, OpenLLMetry and agent-lightning's LLM proxy."""
 
 CHOICE = f"{WEAVE_OUTPUT}.choices.0"
 PROMPT_KEYS = (PROMPT_TOKEN_IDS, f"{WEAVE_OUTPUT}.prompt_token_ids")
@@ -111,7 +111,7 @@ class TracerTraceToTriplet(TraceToTripletBase):
         llm_call_match: regular expression for the names of spans that are calls.
         agent_match: regular expression for the names of agents. Calls of other and of unnamed agents are
             dropped.
-        exclude_llm_call_in_reward: drop the calls made to compute a reward, such as those of a judge.
+        exclude_llm_call_in_reward: drop the calls made to compute a reward, such as a judge's.
         reward_match: policy that decides to which call a reward belongs.
         _skip_empty_token_spans: drop calls without token ids before rewards are matched.
 

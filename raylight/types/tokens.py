@@ -74,7 +74,7 @@ class Generation:
     numbers, and `np.concatenate([a, b])` joins two arrays, which `a + b` would add.
 
     Invariants: `len(output_ids) == len(logprobs) == len(weight_versions)`. Token ids are never re-tokenised.
-    `logprobs` are those of the distribution that was sampled from, after temperature, constraint and
+    `logprobs` refer to the distribution that was sampled from, after temperature, constraint and
     truncation. `policy_logprobs` and `allowed` are empty or have one entry per token.
 
     A constraint is all that a request does to the policy's distribution, except temperature and truncation: a
@@ -102,7 +102,7 @@ class Generation:
     """Log-probs at the same temperature without constraint and truncation, which a learner can compute too.
     Empty if the request has no constraint: they are then `logprobs`."""
     allowed: IntArray = field(default_factory=lambda: np.empty(0, np.int32))
-    """Number of tokens that could have been sampled at each position, those of a log-prob above
+    """Number of tokens that could have been sampled at each position, with a log-prob above
     NEVER_SAMPLED_BELOW; 0 at a position where constraint and truncation changed nothing. At a position with 1
     the model had no choice. Empty if the request has no constraint."""
     candidates: TokenSets = field(default_factory=lambda: NO_TOKEN_SETS)
@@ -250,7 +250,7 @@ class Trajectory:
         return int(np.count_nonzero(self.mask))
 
     def first_tokens(self, end: int) -> Trajectory:
-        """Return the row's first tokens, without those of an image that is cut."""
+        """Return the row's first tokens, without an image that the cut would split."""
         images = tuple(image for image in self.images if image.stop <= end)
         end = min([image.start for image in self.images if image.start < end < image.stop], default=end)
         names = ("token_ids", "mask", "logprobs", "weight_versions", "candidates", "observed")
@@ -285,7 +285,7 @@ class FinishedRollout:
     rewards: dict[str, float] = field(default_factory=dict)
     """All rewards emitted together with `reward`, by name, with `reward` first; empty without a reward."""
     graded: bool = False
-    """True if a group reward has graded it: `rewards` are those of the grade, then those of the agent."""
+    """True if a group reward has graded it: `rewards` are the grade's, then the agent's."""
     grade_error: str | None = None
     """Reason why the group reward failed, so that the rollout has no reward; None if it did not."""
 

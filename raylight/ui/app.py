@@ -146,7 +146,7 @@ STATUSES: dict[type[Exception], int] = {
     QueryError: 400,
     ConfigError: 400,
 }
-"""Statuses of errors; others are those of a store that cannot be read."""
+"""Statuses of errors; any other error means that a store cannot be read."""
 
 Answer = Callable[[Request], Awaitable[object]]
 

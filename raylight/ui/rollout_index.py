@@ -62,7 +62,7 @@ CREATE VIEW cards AS SELECT r.*, iif(r.mode = 'train', v.version - r.version, NU
 CREATE VIRTUAL TABLE texts USING fts5(task, messages, error, tokenize = 'unicode61');
 """
 """`number` is the number of a training group; `seconds` is NULL until the rollout is decided; `version` is
-the oldest one that sampled a token of a rollout, and that of the learners before the update of a step."""
+the oldest one that sampled a token of a rollout, and the learners' before the update of a step."""
 _FIELDS = (
     "position, id, attempt, mode, step, lineage, number, group_id, status, reward, tokens, calls, seconds, "
     "started, kind, error, task, task_key"

@@ -178,7 +178,7 @@ async def show_request(store: StoreReader, rollout_id: str, call_id: str) -> Jso
     if images := await store.read_images(recorded_images(messages)):
         urls = {name: to_data_url(data, media_type_of(data) or "image/png") for name, data in images.items()}
         body["messages"] = messages = inline_images(messages, urls)
-    # the recorded messages are those of a chat, whatever the dialect was
+    # the recorded messages are a chat's, whatever the dialect was
     text = json.dumps(body, ensure_ascii=False, indent=2)
     curl = (
         'curl "$OPENAI_BASE_URL/chat/completions" -H "Authorization: Bearer $OPENAI_API_KEY" '

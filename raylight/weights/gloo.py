@@ -103,7 +103,7 @@ class GlooReceiver:
 
         Args:
             info: sent by the sender; `rank_offset` is this engine's own.
-            worker: number of this process among those of its engine.
+            worker: number of this process within its engine.
 
         Raises:
             ConnectionError: the other processes did not come.

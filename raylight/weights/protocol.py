@@ -59,7 +59,7 @@ class EngineLoad:
 class SyncedEngine(Protocol):
     """Methods of an engine that weight synchronisation calls; see `raylight.engines.protocol.Engine`.
 
-    The defaults are those of an engine with fixed weights.
+    The defaults fit an engine with fixed weights.
     """
 
     workers: int = 1

@@ -63,7 +63,7 @@ class WeightPublisher:
         self.snapshot_version = version
 
     def publish(self, version: int, token: str) -> None:
-        """Send the current weights, or those of the snapshot, to the replicas that lack them.
+        """Send the current weights, or the snapshot's, to the replicas that lack them.
 
         Args:
             version: number of the weights.

@@ -58,7 +58,7 @@ class SenderClient:
         return members
 
     def init_weight_transfer_engine(self, init_info: dict[str, object]) -> None:
-        """Have all replicas join the group, each with the ranks after those of the one before it."""
+        """Have all replicas join the group, each with the ranks that follow the previous one's."""
         infos, offset = {}, 1
         for index, member in enumerate(self._members):
             own = {"rank_offset": offset, "replica_rank": index, "num_replicas": len(self._members)}

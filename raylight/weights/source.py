@@ -28,7 +28,7 @@ BASE_LAYER = ".base_layer"
 
 @dataclass(frozen=True)
 class ParamMeta:
-    """Name, type and shape of a tensor, without its values; the fields are those of vLLM's class."""
+    """Name, type and shape of a tensor, without its values; with the fields of vLLM's class."""
 
     name: str
     dtype: torch.dtype
@@ -48,7 +48,7 @@ class WeightSource:
             float32, are not converted.
         names: "checkpoint" for the names and shapes in the model's files, which transformers and vLLM load:
             transformers renames and packs tensors while it loads them (as a layer's experts), and this is
-            undone here. "module" for those of the module itself.
+            undone here. "module" for the module's own names.
         tied: yield a tied tensor under each of its names. vLLM on a CPU needs that, because it keeps a
             repacked copy of the output layer. Model files contain a tied tensor once.
         adapter: full tensors to merge, by the names in peft's files, in place of the module's own adapter.
@@ -164,7 +164,7 @@ class WeightSource:
         return model, adapter
 
     def _plain(self, name: str) -> str:
-        """Return the name of a tensor in a model without adapters, or that of a matrix of an adapter: the
+        """Return the name of a tensor in a model without adapters, or of an adapter's matrix: the
         name of what it is added to, and its own."""
         name = name.removeprefix(PEFT_PREFIX)
         layer, matrix, rest = name.partition(".lora_")
@@ -249,7 +249,7 @@ def gather(tensor: torch.Tensor) -> torch.Tensor:
 def layerwise_groups(names: list[str]) -> list[list[str]]:
     """Divide names into one group per layer, as vLLM's function of this name does.
 
-    The first number in a name is that of its layer. Names without a number form a group before the layers,
+    The first number in a name is its layer's. Names without a number form a group before the layers,
     if they precede all others, and else one after them.
     """
     before: list[str] = []

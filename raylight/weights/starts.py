@@ -71,7 +71,7 @@ class StageTimes:
         return True
 
     def describe(self, now: float) -> str:
-        """Return the seconds in all, and those of each stage that took at least one."""
+        """Return the total seconds, and the seconds of each stage that took at least one."""
         self.enter("", now)
         parts = [
             f"{stage} {seconds:.0f} s" for stage, seconds in self._spent.items() if stage and seconds >= 1

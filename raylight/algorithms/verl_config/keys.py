@@ -21,7 +21,7 @@ class KeyRule:
     when: str | None = None
     """Key that must be true for the setting to be made."""
     values: dict[object, object] | None = None
-    """Value of the key -> that of the setting; None takes the value as it is."""
+    """Value of the key -> value of the setting; None takes the value as it is."""
     converter: Converter | None = None
     """Function that returns the setting."""
     own_default: bool = False

@@ -62,7 +62,7 @@ class Decoder:
         text = module.config.get_text_config()
         kinds = getattr(text, "layer_types", None) or [FULL] * text.num_hidden_layers
         self._stateful = [kind in STATEFUL for kind in kinds]
-        # a state is that of all tokens before, so that no part of it can be taken
+        # a state covers all tokens before, so that no part of it can be taken
         self._keeps_prefixes = not any(self._stateful)
         if torch.device(device).type == "cpu":
             use_grouped_attention(self.module)
@@ -260,7 +260,7 @@ class Decoder:
         return (logits.float() / temperature).log_softmax(-1)
 
     def retire(self, sequence: Sequence) -> None:
-        """Remove a sequence, and cache its keys and values as a prefix: those of all tokens but the last."""
+        """Remove a sequence, and cache the keys and values of all but its last token."""
         adapter = sequence.adapter
         is_current = adapter is None or self.adapters.find(adapter.name) is adapter
         if self._keeps_prefixes and is_current:

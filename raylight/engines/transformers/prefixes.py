@@ -104,7 +104,7 @@ class PrefixCache:
 
 
 def _keys(adapter: LoadedAdapter | None, ids: IntArray) -> Iterator[int]:
-    """Yield a hash of each number of first blocks. Equal hashes need not be those of equal tokens."""
+    """Yield a hash of each number of first blocks. Equal hashes do not imply equal tokens."""
     key = hash(adapter)
     for start in range(0, len(ids), BLOCK):
         key = hash((key, ids[start : start + BLOCK].tobytes()))

@@ -33,7 +33,7 @@ class AdapterVersion:
     """One version of an adapter.
 
     Attributes:
-        request: what vLLM's engine receives. Its name is that of the version, because the cached keys and
+        request: what vLLM's engine receives. Its name is the version's, because the cached keys and
             values of a prefix are found by this name.
     """
 

@@ -159,7 +159,7 @@ class BatchRules(RowRules):
     turn_groups: TurnGroups | None = None
 
     def is_informative(self, group: list[FinishedRollout]) -> bool:
-        """Return True if the rewards of a group's rollouts, or those of one of its agents, are not all
+        """Return True if the rewards of a group's rollouts, or of one of its agents, are not all
         equal."""
         if not self.by_agent and not self.models:
             return self.rewards.is_informative(group)

@@ -155,7 +155,7 @@ class Ledger:
         return asdict(self._taken) | {"lengths": dict(self._lengths), "models": dict(self._models)}
 
     def load_state_dict(self, state: JsonObject) -> None:
-        """Continue from the result of `state_dict`; an empty one is that of the first step."""
+        """Continue from the result of `state_dict`; an empty one stands for the first step."""
         sums = dict(state)
         self._lengths = Counter(sums.pop("lengths", {}))
         self._models = Counter(sums.pop("models", {}))

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Iterable
 
 SHORTEST, FACTOR = 16, 4
-"""Bound of the class of the shortest rollouts, and ratio of one class's bound to that of the next shorter."""
+"""Bound of the class of the shortest rollouts, and ratio of one class's bound to the next shorter one's."""
 
 
 def length_class(tokens: int) -> int:

@@ -39,8 +39,8 @@ class PlacedReward(NamedTuple):
 
 
 class PlacedTurn(NamedTuple):
-    """A turn of a rollout: its sampled tokens, from `start` to before `end` among those of all rows of the
-    rollout. A turn whose tokens were left out has none."""
+    """A turn of a rollout: its sampled tokens, from `start` to before `end` among the tokens of the
+    rollout's rows. A turn whose tokens were left out has none."""
 
     rollout: int
     start: int
@@ -249,7 +249,7 @@ def _outline(batch: TrainBatch) -> BatchOutline:
 
 
 def _place_turns(batch: TrainBatch, starts: NDArray[np.int64]) -> Iterator[PlacedTurn]:
-    """Yield the turns of a batch with their tokens: those of their row after the turn before."""
+    """Yield the turns of a batch with their tokens: the tokens of their row after the previous turn."""
     places: dict[tuple[int | None, int], tuple[int, int]] = {}
     for row, token in sorted((turn.row, turn.token) for turn in batch.turns if turn.row is not None):
         begin = places.get((row, -1), (0, int(starts[row])))[1]

@@ -74,7 +74,7 @@ class GiGPOAdvantage(Advantage):
     """Advantages of rollouts and of their turns, https://arxiv.org/abs/2505.10978.
 
     A rollout's is GRPO's. A turn's is its return, the discounted rewards from this turn on, less the mean of
-    the turns that it is compared with: those of equal states in the rollouts of the group. It is 0 for a turn
+    the turns that it is compared with: from equal states in the rollouts of the group. It is 0 for a turn
     without another to compare. All sampled tokens of a turn have the weighted sum of the two.
     """
 
@@ -162,7 +162,7 @@ class BatchBaseline(Advantage):
 
 
 class GreedyBaseline(Advantage):
-    """Rewards less that of a greedy rollout of the same task: ReMax, https://arxiv.org/abs/2310.10505."""
+    """Rewards less the greedy rollout's of the task: ReMax, https://arxiv.org/abs/2310.10505."""
 
     BASELINE: ClassVar[BaselineKind] = "greedy"
 

@@ -21,7 +21,7 @@ def advantage_estimator(
 ) -> Callable[[Function], Function]:
     """Register the decorated function as the advantage estimator that `adv_estimator=name` selects.
 
-    The function receives, by keyword, those of the following arguments that it has a parameter for:
+    The function receives, by keyword, the following arguments if it has a parameter for them:
 
     - token_level_rewards: float tensor of shape (rollouts, tokens). The tokens are the sampled ones of a
       rollout, one call after the other. The final reward is on the last token, a turn reward on the last

@@ -175,7 +175,7 @@ class VariantTable:
 
     @property
     def flat_keys(self) -> set[str]:
-        """The flat keys, that of the choice by name included."""
+        """The flat keys, with the key that chooses by name."""
         return {*self._readers(), self.selector}
 
     def _own_variant(self, model: type[BaseModel]) -> JsonObject:

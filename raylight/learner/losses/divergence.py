@@ -109,7 +109,7 @@ class TopDivergence:
 
 
 def with_rest(logprobs: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
-    """Return the log-probs of some tokens, and last that of all others together, shape (tokens, k + 1).
+    """Return the log-probs of some tokens, and last of all others together, shape (tokens, k + 1).
 
     Args:
         logprobs: shape (tokens, vocabulary).

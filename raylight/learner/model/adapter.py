@@ -68,7 +68,7 @@ def peft_config(lora: LoraConfig, task: str | None, module: Any) -> Any:
 
 
 def _excluded(lora: LoraConfig, names: list[str]) -> str | list[str] | None:
-    """Return the modules that are not adapted: those of the settings and, of a model with a vision part, all
+    """Return the modules that are not adapted: the settings' ones and, of a model with a vision part, all
     but its language part, whose layers have the same names.
 
     Args:

@@ -496,7 +496,7 @@ class ValueEngine(RaylightEngine):
 
 
 class RewardEngine(ValueEngine):
-    """Engine of a reward model. Its head has no bias, as that of `AutoModelForSequenceClassification`, under
+    """Engine of a reward model. Its head has no bias, as in `AutoModelForSequenceClassification`, under
     which it is saved."""
 
     def _build_module(self) -> PreTrainedModel:

@@ -118,12 +118,12 @@ def language_part(model: PreTrainedModel) -> torch.nn.Module:
 
 
 def trained_class(config: PreTrainedConfig, reads_images: bool = False) -> type[PreTrainedModel]:
-    """Return the class of transformers that learners and engines load: that of `AutoModelForImageTextToText`
-    for a model that reads images, else that of `AutoModelForCausalLM`, which is the text part alone of some
+    """Return transformers' class that learners and engines load: of `AutoModelForImageTextToText`
+    for a model that reads images, else of `AutoModelForCausalLM`, which is the text part alone of some
     models with a vision part (Qwen 3.5).
 
     Raises:
-        ConfigError: it does not generate text, or the model's files are those of a model without output
+        ConfigError: it does not generate text, or the files belong to a model without output
             layer.
     """
     name = (config.architectures or [""])[0]
@@ -177,7 +177,7 @@ def round_trip(model: PreTrainedModel, stored: Shapes) -> dict[str, tuple[int, .
     if any(problems.values()):
         found = "; ".join(f"{what}: {_some(names)}" for what, names in problems.items() if names)
         raise ConfigError(
-            f"the weights of this model are not those of {type(model).__name__}: {found}; use the files "
+            f"the weights of this model do not fit {type(model).__name__}: {found}; use the files "
             "and the config.json of the same model"
         )
     return {param.name: param.shape for param in WeightSource(model, torch.float32, tied=False).metadata()}

@@ -282,7 +282,7 @@ def _check_layers(model_path: str, reads_images: bool) -> None:
 def _check_packing(engine: RaylightEngine, config: LearnerConfig, model_path: str) -> None:
     """Compute two short rows, each alone and both packed together, and compare the outputs. A collective.
 
-    No row can change the first one, so its difference is that of rounding; the second may differ ten times
+    No row can change the first one, so its difference is rounding; the second may differ ten times
     as much. This finds rows that are mixed, not attention that is wrong in both.
 
     Raises:
@@ -296,6 +296,6 @@ def _check_packing(engine: RaylightEngine, config: LearnerConfig, model_path: st
     if not (first <= MAX_ROUNDING[config.dtype] * largest and second <= allowed):
         raise ConfigError(
             f"with attention {engine.model_config.hf_config._attn_implementation!r} this "
-            f"model mixes packed rows (log-probs of the second change by {second:.2g}, those of the first by "
+            f"model mixes packed rows (log-probs of the second change by {second:.2g}, of the first by "
             f"{first:.2g}); set learner.packed=False"
         )

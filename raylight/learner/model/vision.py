@@ -46,7 +46,7 @@ class ModelVision:
 
     The model computes features and puts them in place with its own code, of which two functions of this
     object alone are replaced: the latest features of a frozen part are kept, and sampled tokens that
-    are those of an image by chance remain text.
+    equal an image's by chance remain text.
 
     Args:
         model: image-text model of transformers, before FSDP wraps it.

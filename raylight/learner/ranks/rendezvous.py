@@ -51,7 +51,7 @@ def _on_one_node() -> bool:
 
 
 def use_interface_of(store_host: str, on_gpu: bool) -> None:
-    """Let gloo use the interface through which the ranks reach the store, and NCCL that of the cluster. The
+    """Let gloo use the interface through which the ranks reach the store, and NCCL the cluster's. The
     user's own variables take precedence.
 
     Args:

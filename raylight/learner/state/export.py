@@ -49,7 +49,7 @@ def export_state(source: str, output: Path, model: str | None = None) -> None:
                 engine = _build(base, learner, is_reward_model)
                 if "" not in models:
                     output.mkdir(parents=True)
-                # an initial adapter replaces that of the model before, and a new one changes nothing
+                # an initial adapter replaces the model's previous one, and a new one changes nothing
                 for name, adapter in sorted(initial.items(), key=lambda one: one[1] is not None):
                     if step:  # step 0 is the model's own files
                         with states.reading(step) as content:

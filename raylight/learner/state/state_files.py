@@ -84,7 +84,7 @@ class StateReader:
         url: folder or URL to which `write` wrote.
 
     Raises:
-        CheckpointError: the index is damaged, or not that of a state.
+        CheckpointError: the index is damaged, or not of a state.
         OSError: the index cannot be read.
     """
 

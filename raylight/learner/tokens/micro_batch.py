@@ -120,12 +120,12 @@ class MicroBatch:
         return pad_sequence([torch.ones_like(row.mask, dtype=torch.bool) for row in self.rows], True)
 
     def value_positions(self) -> torch.Tensor:
-        """Return True for the tokens before those of responses, in the shape of the model's input, in host
+        """Return True for the tokens before response tokens, in the shape of the model's input, in host
         memory."""
         return self._predicting(self._within)
 
     def _predicting(self, mask: torch.Tensor) -> torch.Tensor:
-        """Return True for the tokens before those of a mask, in the shape of the model's input."""
+        """Return True for the tokens before a mask's tokens, in the shape of the model's input."""
         row, column = mask.nonzero(as_tuple=True)
         prompts = torch.tensor([len(row.prompt) for row in self.rows])
         lengths = [row.tokens for row in self.rows]

@@ -3,7 +3,7 @@ reward models.
 
 All losses are linear in the log-probs or scores of the answers once a weight is known for each token, so that
 rows can be in any micro-batch and on any rank. The weights of supervised fine-tuning are 1. Those of a pair
-are the derivatives of its loss, which a pass before the update computes: the gradient is the same as that of
+are the derivatives of its loss, which a pass before the update computes: the gradient equals that of
 the loss itself.
 """
 

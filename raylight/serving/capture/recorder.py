@@ -148,7 +148,7 @@ LATE_S = 0.002
 COVERED_LINGER_S = 0.05
 """Longest wait of what a hold covers, which leaves with the release of the hold at the latest."""
 INTERVAL_S = 0.01
-"""Shortest time between two messages of records: those of a busy replica share messages, each of which costs
+"""Shortest time between two messages of records: a busy replica's records share messages, each of which costs
 both ends as much as many calls."""
 
 

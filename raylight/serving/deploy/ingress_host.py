@@ -102,7 +102,7 @@ class IngressHost:
             return {}, NO_LAUNCHER.format(error)
         if os.environ.get("RAY_SERVE_ENABLE_HA_PROXY") == "0":
             return OWN_PROXY, ""
-        # the binary that the cluster's environment names, that of the package, or that of the PATH
+        # the binary that the cluster's environment names, the package's, or the PATH's
         from ray.serve._private.haproxy import get_haproxy_binary
 
         try:

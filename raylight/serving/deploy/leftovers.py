@@ -163,7 +163,7 @@ def _ended(folders: list[Path]) -> list[Path]:
 
 
 def _ended_sessions(marks: Iterable[Path]) -> list[Path]:
-    """Return the folders of those of Ray's marked sessions that are not alive."""
+    """Return the folders of Ray's marked sessions that are not alive."""
     alive = {part.partition("=")[2] for part in _raylet_arguments() if part.startswith("--session_dir=")}
     folders = [mark.parent for mark in marks]
     return [path for path in folders if str(path) not in alive and not _accepts(path / "sockets" / "raylet")]

@@ -316,7 +316,7 @@ class Attempts:
         charged: bool = True,
         reported: bool = False,
     ) -> None:
-        """Change an attempt's status, and that of its rollout if this is the latest attempt; store its next
+        """Change the status of an attempt, and of its rollout if this is the latest attempt; store its next
         sequence id and its last heartbeat.
 
         Args:

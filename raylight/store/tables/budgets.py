@@ -26,7 +26,7 @@ REMEMBERED = 10_000
 """Attempts whose recorded calls are not read again."""
 
 Allowance = tuple[Budget | None, int | None, list[str]]
-"""The budget that is spent, the tokens that are left (None: no limit), and those of the asked calls that are
+"""The budget that is spent, the tokens that are left (None: no limit), and the asked calls that are
 recorded."""
 
 

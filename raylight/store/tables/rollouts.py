@@ -139,7 +139,7 @@ class Rollouts:
     def begin_attempt(self, rollout_id: str, before: RolloutStatus) -> tuple[Row, Row, int]:
         """Take a rollout out of the queue for another attempt.
 
-        Returns the columns of ROLLOUT_WITH_INPUT before and after those of its attempt, and the number of
+        Returns the columns of ROLLOUT_WITH_INPUT before and after its attempt's columns, and the number of
         the attempt.
         """
         row = self._journal.fetch_one(_BEGIN_ATTEMPT, (rollout_id,))

@@ -149,7 +149,7 @@ def _frozen_vision(shapes: list[ModelShape], config: LearnerConfig, tokens: int 
 
 
 def _features(shape: ModelShape, config: LearnerConfig, tokens: int | None) -> int:
-    """Return the bytes of the features that a frozen vision part keeps, and of those of a pass.
+    """Return the bytes of the features that a frozen vision part keeps, and of a pass's features.
 
     Args:
         tokens: of an update, if they are known.
@@ -232,7 +232,7 @@ def _pass(
 
     FSDP2 gathers a layer while the next one is on its way, with a flat copy. Weights outside the layers are
     separate groups, but tied ones stay gathered for the whole pass. Gradients are copied to a flat
-    float32 buffer to be reduced, which lasts until that of the next group; gloo copies it again.
+    float32 buffer to be reduced, which lasts until the next group's buffer; gloo copies it again.
     """
     compute, full = DTYPES[config.dtype].itemsize, trained == shape.parameters
     limit = config.max_tokens_per_micro_batch

@@ -119,7 +119,7 @@ def check_same_tokens(model_path: str, teacher_path: str) -> None:
 
 
 def fit_teacher(teacher: TeacherSettings, model_path: str, policy: EngineConfig) -> TeacherSettings:
-    """Return the settings of a teacher that takes rows as long as those of the policy, and longer ones if it
+    """Return the settings of a teacher that takes rows as long as the policy's, and longer ones if it
     reads other prompts.
 
     Args:

@@ -93,7 +93,7 @@ class ModelService:
             await self._serving.start()
         except EngineStartError as error:
             raise EngineStartError(
-                f"{self._title}: {error} Its settings are its own, not those of engine"
+                f"{self._title}: {error} Its settings are separate from engine's"
             ) from None
         this_node = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
         self._router = (

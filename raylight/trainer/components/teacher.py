@@ -159,7 +159,7 @@ class Teacher:
             raise RowTooLongError(
                 f"with the teacher's prompt, a row of rollout {rollout_id} has {length} tokens, "
                 f"and the teacher takes {self._most_tokens}; return shorter messages, raise the "
-                "max_model_len of the teacher, or lower that of the engine"
+                "max_model_len of the teacher, or lower the engine's"
             )
 
     async def _score_aligned(

@@ -78,7 +78,7 @@ class RunSpec(ABC, Generic[Settings, Components, Reporter]):
 
     @property
     def trains(self) -> bool:
-        """True if the summary is that of a training."""
+        """True if the summary describes a training."""
         return False
 
     @property

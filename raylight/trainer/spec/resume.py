@@ -148,7 +148,7 @@ def find_resume_point(
     if not steps or (step is not None and step not in steps):
         if resume == "auto":
             return fresh_start()
-        available = f"has only those of steps {steps}" if steps else "has none"
+        available = f"has only steps {steps}" if steps else "has none"
         raise ConfigError(
             f"no complete training state at {source if step is None else resume}: the folder {available}; "
             "name one of these, or pass resume='auto' to start fresh where there is none"
@@ -215,7 +215,7 @@ def resume_point_of(states: TrainingStates, step: int) -> ResumePoint:
 
 
 def check_no_other_run(start: ResumePoint, state_url: str) -> None:
-    """Raise a ConfigError if a new run would mix its training states with those of another run."""
+    """Raise a ConfigError if a new run would mix its training states with another run's."""
     if not start.same_run and TrainingStates(state_url).steps():
         raise ConfigError(
             f"checkpoint.path {state_url} has training states of another run; choose another folder, remove "

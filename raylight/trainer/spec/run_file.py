@@ -371,7 +371,7 @@ def describe_resources(resources: NamedResources) -> JsonObject:
 
 
 def describe_data(dataset: object) -> str | None:
-    """Return the source of a dataset: None without one, `IN_CODE` if its tasks are not those of a file."""
+    """Return the source of a dataset: None without one, `IN_CODE` if its tasks are not from a file."""
     return None if dataset is None else getattr(dataset, "path", None) or IN_CODE
 
 

@@ -1,4 +1,4 @@
-"""The resources of a run: those of agent and Trainer, with the model that the run serves among them."""
+"""Resources of a run: the agent's and the Trainer's, with the model that the run serves among them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from raylight.types import JsonObject
 
 
 def merge_resources(agent: LitAgent, overrides: NamedResources) -> NamedResources:
-    """Return the resources that the agent declares, overridden by those of the Trainer.
+    """Return the resources that the agent declares, overridden by the Trainer's.
 
     Raises:
         ConfigError: a resource has one of the names in `BUILTIN_PARAMETERS`.

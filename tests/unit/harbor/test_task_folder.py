@@ -153,7 +153,7 @@ def test_a_task_of_several_steps(tmp_path: Path) -> None:
         (
             STEPS + '[steps.verifier]\nenvironment_mode = "separate"',
             UnsupportedTaskError,
-            "steps whose tests have an environment",
+            "steps whose tests have a separate environment",
         ),
     ],
 )

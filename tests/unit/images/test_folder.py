@@ -46,5 +46,5 @@ def test_another_digest_is_refused(tmp_path: Path) -> None:
 def test_a_name_that_is_no_digest_is_refused(tmp_path: Path, name: str) -> None:
     folder = ImageFolder(tmp_path)
     for use in (lambda: folder.read([name]), lambda: folder.write({name: b""})):
-        with pytest.raises(ImageError, match="no sha256 digest"):
+        with pytest.raises(ImageError, match="not a sha256 digest"):
             use()

@@ -87,7 +87,7 @@ async def test_a_redirect_is_followed_and_checked() -> None:
         assert await fetcher().fetch(f"{base}/a") == RED
         with pytest.raises(ImageError, match=r"inside\.example.*no public address"):
             await fetcher().fetch(f"{base}/inside")
-        with pytest.raises(ImageError, match="no URL of an image"):
+        with pytest.raises(ImageError, match="not an image URL"):
             await fetcher().fetch(f"{base}/file")
         with pytest.raises(ImageError, match="redirects"):
             await fetcher().fetch(f"{base}/loop")
@@ -130,7 +130,7 @@ async def test_a_bad_url_is_refused(url: str) -> None:
     ("answer", "words"),
     [
         (b"HTTP/1.1 404 Not Found\r\n\r\n", "status 404"),
-        (OK + b"<html>", "no PNG"),
+        (OK + b"<html>", "not a PNG"),
         (OK + image_file(size=(500, 500), form="BMP"), "more than 10000 bytes"),
         (b"nonsense\r\n\r\n", "cannot be fetched"),
         (b"HTTP/1.1 302 Found\r\nlocation: http://[\r\n\r\n", "no public address"),

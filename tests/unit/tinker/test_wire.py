@@ -36,7 +36,7 @@ def test_an_example_is_read() -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"dense": b"12345"}, "no whole number of values"),
+        ({"dense": b"12345"}, "not a whole number of values"),
         ({"shape": [2]}, r"3 values do not have the shape \[2\]"),
         ({"shape": [-3]}, "do not have the shape"),
         ({"shape": [2**62, 4]}, "3 values do not have the shape"),
@@ -58,7 +58,7 @@ def test_a_broken_tensor_is_refused(changes: dict[str, Any], message: str) -> No
 def test_what_is_no_message_is_refused() -> None:
     from raylight.tinker.wire import read_forward_backward
 
-    with pytest.raises(RequestError, match="no ForwardBackwardRequest"):
+    with pytest.raises(RequestError, match="not a ForwardBackwardRequest"):
         read_forward_backward(b"\xff\xff")
 
 

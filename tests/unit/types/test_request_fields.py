@@ -43,7 +43,7 @@ def test_a_field_that_shapes_an_answer_cannot_be_ignored(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["", "a..b", ".a"])
 def test_an_ignored_field_needs_a_name(name: str) -> None:
-    with pytest.raises(ConfigError, match="no field name"):
+    with pytest.raises(ConfigError, match="not a field name"):
         EngineConfig(ignore_fields=[name])
 
 

@@ -148,7 +148,7 @@ def test_an_address_without_scheme_or_host_equals_none(
     address: str, given: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("RAY_ADDRESS", given)
-    with pytest.raises(DashboardError, match="no address"):
+    with pytest.raises(DashboardError, match="not an address"):
         check_own(address)
 
 

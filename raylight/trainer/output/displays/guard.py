@@ -1,4 +1,4 @@
-"""A display whose failures do not end the run, such as that of a closed terminal or a broken pipe."""
+"""A display whose failures (a closed terminal, a broken pipe) do not end the run."""
 
 from __future__ import annotations
 

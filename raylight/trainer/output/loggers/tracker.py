@@ -30,7 +30,7 @@ class Tracker:
     Args:
         folder: the run directory.
         project: group of runs in the tracker.
-        name: name of the run in the tracker; None is that of the run directory.
+        name: name of the run in the tracker; None: the run directory's.
         settings: further arguments for the tracker, as its class describes.
     """
 

@@ -138,7 +138,7 @@ def test_the_resume_point_of_each_option(tmp_path: Path):
         assert (start.step, start.version, start.groups, start.steps_without_signal) == (10, 5, TAKEN, 1)
         assert (start.lineage, start.same_run, start.starts_new_lineage) == (new.lineage, True, False)
     assert resume_point_of(TrainingStates(url), 10).evaluation == {"best": None}
-    with pytest.raises(ConfigError, match="only those of steps"):
+    with pytest.raises(ConfigError, match="only steps"):
         find_resume_point(f"{url}/step-7", url, CONFIG, 0)
 
 
