@@ -79,12 +79,12 @@ class Sample:
 
     @property
     def token_ids(self) -> IntArray:
-        """Token ids of the prompt and of what is sampled so far."""
+        """Token ids of the prompt and of the sampled tokens so far, shape (tokens,)."""
         return np.concatenate([self.prompt_ids, np.array(self.output_ids, np.int32)])
 
     @property
     def routed_experts(self) -> RouteArray | None:
-        """Routes of all tokens but the last; None if one of them is missing."""
+        """Routes of all tokens but the last, (tokens, layers, experts of a token); None if one is missing."""
         computed = len(self.prompt_ids) + len(self.output_ids) - 1
         if not self.output_ids or sum(map(len, self.routes)) < computed:
             return None

@@ -72,7 +72,7 @@ class TokenAligner:
         """Return a row in the other tokenizer's tokens. No span contains both sampled tokens and others.
 
         Args:
-            ids, mask: tokens of the row, and 1 for those that were sampled.
+            ids, mask: tokens of the row, and 1 for sampled ones, both of shape (tokens,).
         """
         found, spans, unread = list[int](), list[tuple[int, int]](), set[int]()
         end = 0

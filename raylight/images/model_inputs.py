@@ -184,7 +184,7 @@ class ModelImages:
         )
 
     def grids(self, images: Sequence[Image]) -> torch.Tensor | None:
-        """Return the patches of images; None for a model whose positions do not depend on them."""
+        """Return the images' patches, (images, 3); None for a model whose positions do not depend on them."""
         shown = [self._show(image).tensors for image in images]
         return torch.cat([each[GRID] for each in shown]) if shown and GRID in shown[0] else None
 

@@ -33,7 +33,7 @@ class Curriculum(TaskSet):
         unsolved: largest mean reward of an unsolved one.
 
     Raises:
-        ConfigError: a pool is unknown, a weight is negative or no number, or the bounds overlap.
+        ConfigError: a pool is unknown, a weight is negative or not a number, or the bounds overlap.
         DatasetError: the tasks are not a list, or empty.
     """
 

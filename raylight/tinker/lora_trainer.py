@@ -102,7 +102,7 @@ class LoraTrainer:
             self._peft.delete_adapter(tenant.key)
 
     def forward_backward(self, model_id: str, batch: Batch, backward: bool) -> tuple[float, list[np.ndarray]]:
-        """Return the sum of the tokens' losses, and the log-probs of each example's targets.
+        """Return the sum of all losses, and of each example its targets' log-probs, shape (targets,).
 
         Args:
             backward: add the gradient of the sum to the gradients since the last optimizer step. If the pass

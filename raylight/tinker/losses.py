@@ -1,4 +1,5 @@
-"""Losses of the Tinker API, by name. Each returns one value per token; a call's loss is their sum.
+"""Losses of the Tinker API, by name: functions of log-probs of shape (tokens,), the targets of all examples
+of a pass one after the other, that return the loss of each, same shape. A call's loss is their sum.
 
 Formulas: https://tinker-docs.thinkingmachines.ai/tinker/losses. The functions use tensors' own methods only,
 so that this file needs no torch, and requests can be checked where it is not loaded.
@@ -18,10 +19,9 @@ RATIO_MASK = "sequence_ratio_mask"
 ROWS = "rows"
 """Input that the trainer adds: for each token, the number of its example in the pass, int64."""
 Inputs = Mapping[str, "Tensor"]
-"""Tensors by name, each with one value per token."""
+"""Tensors by name, each of shape (tokens,)."""
 TokenLoss = Callable[["Tensor", Inputs, Mapping[str, float]], "Tensor"]
-"""Function from the log-probs of the targets, the inputs of the loss, and its settings to the tokens' losses.
-"""
+"""Function of log-probs of the targets, shape (tokens,), inputs and settings; returns losses, same shape."""
 
 
 @dataclass(frozen=True)
@@ -37,24 +37,23 @@ class Loss:
 
 
 def cross_entropy(logprobs: Tensor, inputs: Inputs, settings: Mapping[str, float]) -> Tensor:
-    """Return the weighted negative log-probs."""
+    """Return the weighted negative log-probs, shape (tokens,)."""
     return -logprobs * inputs["weights"]
 
 
 def importance_sampling(logprobs: Tensor, inputs: Inputs, settings: Mapping[str, float]) -> Tensor:
-    """Return the negative advantages times the ratios of the policy to the one that sampled."""
+    """Return -advantage * ratio of the policy to the one that sampled, shape (tokens,)."""
     return _weighted(-_ratio(logprobs, inputs) * inputs["advantages"], inputs)
 
 
 def ppo(logprobs: Tensor, inputs: Inputs, settings: Mapping[str, float]) -> Tensor:
-    """Return the clipped surrogate loss of PPO (https://arxiv.org/abs/1707.06347)."""
+    """Return PPO's clipped surrogate loss (https://arxiv.org/abs/1707.06347), shape (tokens,)."""
     return _surrogate(_ratio(logprobs, inputs), inputs, settings)
 
 
 def gspo(logprobs: Tensor, inputs: Inputs, settings: Mapping[str, float]) -> Tensor:
-    """Return the loss of GSPO-token (https://arxiv.org/abs/2507.18071): PPO's, with one ratio for all tokens
-    of an example, the geometric mean over the tokens that the mask marks. The gradient is each token's own.
-    """
+    """Return the loss of GSPO-token (https://arxiv.org/abs/2507.18071), (tokens,): PPO's, with one ratio
+    for all tokens of an example, the geometric mean over masked tokens. The gradient is each token's own."""
     own, rows = logprobs.detach(), inputs[ROWS]
     marked = (inputs[RATIO_MASK] != 0).to(own.dtype)
     zeros = own.new_zeros(int(rows[-1]) + 1)
@@ -64,13 +63,13 @@ def gspo(logprobs: Tensor, inputs: Inputs, settings: Mapping[str, float]) -> Ten
 
 
 def cispo(logprobs: Tensor, inputs: Inputs, settings: Mapping[str, float]) -> Tensor:
-    """Return the loss of CISPO, whose clipped ratio weighs the gradient (https://arxiv.org/abs/2506.13585)."""
+    """Return CISPO's loss (https://arxiv.org/abs/2506.13585), shape (tokens,): its ratio has no gradient."""
     clipped = _clip(_ratio(logprobs, inputs), inputs, settings).detach()
     return _weighted(-clipped * logprobs * inputs["advantages"], inputs)
 
 
 def dro(logprobs: Tensor, inputs: Inputs, settings: Mapping[str, float]) -> Tensor:
-    """Return the loss of DRO, with a quadratic penalty (https://arxiv.org/abs/2405.19107)."""
+    """Return DRO's loss with a quadratic penalty (https://arxiv.org/abs/2405.19107), shape (tokens,)."""
     distance = (logprobs - inputs["logprobs"]) ** 2
     return _weighted(settings["beta"] / 2 * distance - logprobs * inputs["advantages"], inputs)
 

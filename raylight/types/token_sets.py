@@ -75,7 +75,7 @@ class TokenSets:
         return list(map(TokenSets, np.split(self.sizes, stops), values))
 
     def select(self, positions: NDArray[np.bool_]) -> TokenSets:
-        """Return the sets of the positions at which a mask is true."""
+        """Return the sets of the positions at which a mask, shape (positions,), is true."""
         return TokenSets(self.sizes[positions], self.values[np.repeat(positions, self.sizes)])
 
     def __eq__(self, other: object) -> bool:

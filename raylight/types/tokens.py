@@ -116,7 +116,7 @@ class Generation:
 
     @property
     def compared_ids(self) -> IntArray:
-        """Token ids of the prompt and the output, different where images differ (`compared_ids`)."""
+        """Token ids of prompt and output, different where images differ, shape (tokens,)."""
         return compared_ids(self.token_ids, self.images)
 
     @property
@@ -147,7 +147,7 @@ class Generation:
 
     @property
     def token_ids(self) -> IntArray:
-        """Token ids of the prompt and the output."""
+        """Token ids of prompt and output, shape (tokens,)."""
         return np.concatenate([self.prompt_ids, self.output_ids])
 
     def __post_init__(self) -> None:

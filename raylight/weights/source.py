@@ -112,7 +112,7 @@ class WeightSource:
         return None
 
     def iter_groups(self) -> Iterator[tuple[list[str], list[torch.Tensor]]]:
-        """Yield the names and tensors of one layer group at a time, on the compute device."""
+        """Yield the names and full tensors of one layer group at a time, on the compute device."""
         state, adapters = self._state()
         for sources, group in self._layout.items():
             named = self._export({name: self._materialize(name, state[name], adapters) for name in sources})
@@ -231,7 +231,7 @@ def _delta(layer: Any, down: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
 def adapter_of(
     layer: str, adapters: dict[str, torch.Tensor]
 ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    """Return the matrices that an adapter adds to a layer, or None for each."""
+    """Return a layer's matrices A (rank, inputs) and B (outputs, rank) of an adapter, or None for each."""
     return adapters.get(f"{layer}.lora_A.default.weight"), adapters.get(f"{layer}.lora_B.default.weight")
 
 

@@ -195,7 +195,7 @@ def adjust_logits(
 
 
 def truncate(logits: torch.Tensor, params: list[SamplingParams]) -> torch.Tensor:
-    """Keep each row's top-k tokens and, of those, the smallest set whose probability reaches top-p."""
+    """Mask all logits, shape (rows, vocabulary), but each row's top-k and, of these, its top-p tokens."""
     ordered, order = logits.sort(-1, descending=True)
     size = logits.shape[-1]
     top_k = torch.tensor([min(p.top_k or size, size) for p in params], device=logits.device)

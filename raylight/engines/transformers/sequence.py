@@ -61,12 +61,12 @@ class Sequence:
 
     @property
     def ids(self) -> IntArray:
-        """Token ids of prompt and response."""
+        """Token ids of prompt and response, shape (tokens,)."""
         return self.sample.token_ids
 
     @property
     def compared_ids(self) -> IntArray:
-        """Token ids, different where images differ."""
+        """Token ids, different where images differ, shape (tokens,)."""
         return compared_ids(self.ids, self.sample.images)
 
     @property
@@ -103,8 +103,8 @@ class Sequence:
                 self.sample.weight_versions.append(version)
 
     def record_routes(self, parts: list[RouteArray], start: int) -> None:
-        """Add routes of the tokens from `start` on, except for those that are recorded, which were computed
-        before."""
+        """Add routes, parts of shape (tokens, layers, experts of a token), of the tokens from `start` on.
+        Recorded ones, which were computed before, are skipped."""
         for part in parts:
             known = self.routed - start
             assert known >= 0, "tokens are computed in their order"

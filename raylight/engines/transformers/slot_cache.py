@@ -170,19 +170,19 @@ class SlotCache(Cache):
         window.positions = None if same else starts[:, None] + torch.arange(width)
 
     def decode(self, positions: torch.Tensor) -> None:
-        """Have the next pass write one token at `positions[i]` of slot i."""
+        """Have the next pass write one token at `positions[i]` of slot i; shape (active slots,)."""
         window = self.window
         window.rows, window.positions = slice(0, len(positions)), positions[:, None]
         window.start = int(positions.max())
         window.width = window.start + 1
 
     def read(self, slot: int, length: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Return copies of the keys and values of the first `length` tokens of a slot, layer by layer."""
+        """Copy a slot's first keys and values, per layer two tensors of shape (heads, length, head size)."""
         layers = self._attention
         return [(x.keys[slot, :, :length].clone(), x.values[slot, :, :length].clone()) for x in layers]
 
     def write(self, slot: int, states: list[tuple[torch.Tensor, torch.Tensor]], length: int) -> None:
-        """Write the first `length` tokens that `read` returned into a slot of the window."""
+        """Write the first `length` tokens of `states`, in the shapes that `read` returns, into a slot."""
         for layer, (keys, values) in zip(self._attention, states, strict=True):
             layer.grow()
             layer.keys[slot, :, :length] = keys[:, :length]

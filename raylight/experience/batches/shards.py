@@ -61,21 +61,21 @@ class BatchOutline:
     weights: list[float] | None
     """Factor of the advantages of each rollout; None for 1."""
     owners: NDArray[np.int64]
-    """Rollout of each row."""
+    """Rollout of each row, shape (rows,)."""
     sampled: NDArray[np.int64]
-    """Number of sampled tokens of each row."""
+    """Number of sampled tokens of each row, shape (rows,)."""
     turn_rewards: list[PlacedReward]
     turns: list[PlacedTurn] = field(default_factory=list)
     """Turns of the rollouts in order, for an estimator that credits them."""
 
     @property
     def starts(self) -> NDArray[np.int64]:
-        """Number of sampled tokens in the earlier rows of each row's rollout."""
+        """Number of sampled tokens in the earlier rows of each row's rollout, shape (rows,)."""
         return _starts(self.owners, self.sampled)
 
     @property
     def sampled_of_rollouts(self) -> NDArray[np.int64]:
-        """Number of sampled tokens of each rollout."""
+        """Number of sampled tokens of each rollout, shape (rollouts,)."""
         return np.bincount(self.owners, self.sampled, len(self.rewards)).astype(np.int64)
 
 
@@ -93,9 +93,9 @@ class PackedRows:
     response_lengths: list[int]
     temperatures: list[float]
     token_ids: IntArray
-    """Tokens of prompts and responses."""
+    """Tokens of prompts and responses, row after row."""
     mask: MaskArray
-    """One entry per response token, like the following."""
+    """Shape (response tokens of all rows,), like the following."""
     logprobs: LogprobArray
     weight_versions: VersionArray
     teacher_logprobs: LogprobArray | None

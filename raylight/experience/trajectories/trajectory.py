@@ -237,7 +237,7 @@ def _shared_lengths(tokens: IntArray, nodes: list[_CallNode]) -> list[int]:
 
 
 def common_prefix(a: IntArray, b: IntArray) -> int:
-    """Return the length of the common prefix. The compared chunks grow, since most pairs differ early."""
+    """Return the common prefix's length of two shape (tokens,) arrays. Chunks grow: most differ early."""
     end, start, size = min(len(a), len(b)), 0, 64
     while start < end:
         stop = min(start + size, end)

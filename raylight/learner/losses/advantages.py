@@ -71,8 +71,8 @@ def estimate_opd(
     span_ends: torch.Tensor,
     reward_coef: float,
 ) -> torch.Tensor:
-    """Return advantages of on-policy distillation: the log ratio of the teacher's probability of each token
-    to the policy's, discounted over the tokens after it, and GRPO's advantages with a weight.
+    """Return advantages of on-policy distillation, shape (rollouts, tokens): the teacher's log ratio to the
+    policy of each token, discounted over the tokens after it, plus GRPO's advantages with a weight.
 
     Args:
         teacher_log_ratios: bounded log ratios, shape (rollouts, tokens); of a span at its last token.
@@ -103,7 +103,7 @@ def estimate_gigpo(
     gigpo: GiGPOAdvantage,
 ) -> torch.Tensor:
     """Return the weighted sum of GRPO's advantages of rollouts and of their turns (GiGPO,
-    https://arxiv.org/abs/2505.10978).
+    https://arxiv.org/abs/2505.10978), shape (rollouts, tokens).
 
     Args:
         turns: the turns of each rollout in order.
@@ -135,12 +135,12 @@ def estimate_gigpo(
 
 
 def compare_spans(teacher: torch.Tensor, own: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Return `teacher_log_ratios`, of each span at its last token, and `span_ends`.
+    """Return `teacher_log_ratios`, of each span at its last token, and `span_ends`, both (rollouts, tokens).
 
     Args:
         teacher: log-probs of a teacher, shape (rollouts, tokens); of one with other tokens, those of spans,
             see `experience.token_alignment`.
-        own: log-probs of the tokens by the policy.
+        own: log-probs of the tokens by the policy, same shape.
     """
     ends, ratios = ~teacher.isnan(), torch.zeros_like(own)
     total = torch.zeros_like(own[:, 0])
@@ -206,7 +206,7 @@ class RolloutSequences:
         self.mask = (torch.arange(width) < self.lengths[:, None]).float()
 
     def matrix(self, values: Mapping[int, np.ndarray]) -> torch.Tensor:
-        """Arrange values of sampled tokens, by row index. Entries after a rollout's end are 0."""
+        """Arrange values of sampled tokens, by row index, as (rollouts, tokens). Padding is 0."""
         matrix = torch.zeros_like(self.mask)
         for index, row_values in values.items():
             start, rollout = self._starts[index], self._outline.owners[index]
@@ -214,7 +214,7 @@ class RolloutSequences:
         return matrix
 
     def select(self, rows: list[TrainRow], matrix: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """Return the rows' values of a matrix, with an entry per response token, 0 if it was not sampled."""
+        """Return each row's values of a matrix, shape (response tokens,), 0 where a token was not sampled."""
         lengths = [len(row.response) for row in rows]
         sampled = torch.cat([row.mask for row in rows]) == 1
         row_of = torch.arange(len(rows)).repeat_interleave(torch.tensor(lengths))[sampled]
@@ -226,7 +226,7 @@ class RolloutSequences:
         return values.split(lengths)
 
     def rewards(self) -> torch.Tensor:
-        """Return the batch's rewards, each on its token.
+        """Return the batch's rewards, each on its token, shape (rollouts, tokens).
 
         The reward of a truncated call, or of one whose last tokens were forced, is on the last trained token
         before; without one, on the rollout's first.
@@ -248,7 +248,7 @@ class RolloutSequences:
 
 @dataclass(frozen=True)
 class Estimate:
-    """Result of an estimator, as matrices of `sequences`."""
+    """Result of an estimator, as matrices of `sequences`, shape (rollouts, tokens)."""
 
     sequences: RolloutSequences
     advantages: torch.Tensor
@@ -311,9 +311,9 @@ def estimate(
     """Compute advantages and returns of all rollouts.
 
     Args:
-        matrices: by name, the fields of rows that the settings need: `old_logprobs` and `ref_logprobs` for a
-            KL penalty in the reward, `values` for a critic, `old_logprobs` and `sum_pi_squared` (and
-            `weights`) for baselines of tokens; and `teacher_log_ratios` for a teacher.
+        matrices: fields of shape (rollouts, tokens) by name: `old_logprobs` and `ref_logprobs` for a KL
+            penalty in the reward, `values` for a critic, `old_logprobs`, `sum_pi_squared` and `weights`
+            for baselines of tokens, `teacher_log_ratios` for a teacher.
 
     Raises:
         ConfigError: a user's estimator returned something of another shape, or a value that is not finite.
@@ -346,7 +346,7 @@ def estimate(
 
 
 def explained_variance(values: torch.Tensor, returns: torch.Tensor) -> float:
-    """Return the fraction of the variance of the sampled tokens' returns that the values explain.
+    """Return the fraction of the variance of returns that the values explain; both of shape (tokens,).
 
     1 means all of it, 0 no more than a constant. It is 0 if all returns are equal.
     """

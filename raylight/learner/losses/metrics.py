@@ -37,7 +37,7 @@ def mean_over_tokens(value: float | torch.Tensor, batch: MicroBatch) -> verl.Met
     """Return a micro-batch's part of the mean over the mini-batch's sampled tokens, on all ranks.
 
     Args:
-        value: the mean over the micro-batch's own sampled tokens.
+        value: the mean over the micro-batch's own sampled tokens, shape ().
     """
     own = sum(int(row.mask.sum()) for row in batch.rows)
     return verl.Metric("sum", float(value) * own * batch.dp_size / max(batch.tokens, 1))

@@ -138,7 +138,7 @@ def mean_over_rollouts(values: torch.Tensor, batch: MicroBatch) -> torch.Tensor:
     """Return a micro-batch's part of the mean over rollouts of token means, scaled like verl's losses.
 
     Args:
-        values: a matrix of the micro-batch.
+        values: a matrix of the micro-batch, shape (rows, tokens).
     """
     fractions = torch.tensor([row.rollout_fraction for row in batch.rows], device=batch.device)
     weights = fractions / batch.mask.sum(-1).clamp(min=1)

@@ -247,13 +247,12 @@ class RaylightEngine(verl.FSDPEngineWithLMHead):
             yield
 
     def infer(self, rows: list[TrainRow]) -> list[torch.Tensor]:
-        """Return the model's outputs for the response tokens of each row, in float32 on the CPU. A
-        collective."""
+        """Return each row's outputs, shape (response tokens,), in float32 on the CPU. A collective."""
         return [outputs[self._output] for outputs in self._infer(rows)]
 
     def infer_with_squares(self, rows: list[TrainRow]) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-        """Return log-probs, and the sums of squared probabilities over the vocabulary, of the response tokens
-        of each row. A collective."""
+        """Return each row's log-probs and its sums of squared probabilities over the vocabulary, both of
+        shape (response tokens,). A collective."""
         found = self._infer(rows, squares=True)
         return [row["log_probs"] for row in found], [row["sum_pi_squared"] for row in found]
 

@@ -44,8 +44,8 @@ def host_tokens(token_bytes: int) -> int:
 class MicroBatch:
     """Rows of a mini-batch.
 
-    Its matrices have a row for each of `rows` and a column for each token of the longest response. They are 0
-    after a response.
+    Its matrices, shape (rows, tokens), have a column for each token of the longest response, and are 0 after
+    a response. The model's input has the shape (1, all tokens) if packed, else (rows, longest row).
     """
 
     rows: list[TrainRow]
@@ -73,7 +73,7 @@ class MicroBatch:
     out."""
 
     def matrix(self, field: str) -> Any:
-        """Return a field of the rows as a matrix; None unless all rows have it."""
+        """Return a field as (rows, tokens, ...); None unless all rows have it."""
         values = [getattr(row, field) for row in self.rows]
         if any(value is None for value in values):
             return None
@@ -81,22 +81,22 @@ class MicroBatch:
 
     @functools.cached_property
     def mask(self) -> torch.Tensor:
-        """True for sampled tokens."""
+        """True for sampled tokens, shape (rows, tokens)."""
         return self._mask.to(self.device)
 
     @functools.cached_property
     def observed(self) -> torch.Tensor:
-        """True for tokens that the environment returned, if their log-probs are computed."""
+        """True for tokens that the environment returned, if they are computed, shape (rows, tokens)."""
         return self._observed.to(self.device)
 
     @functools.cached_property
     def computed(self) -> torch.Tensor:
-        """True for tokens whose log-probs are computed."""
+        """True for tokens whose log-probs are computed, shape (rows, tokens)."""
         return self._computed.to(self.device)
 
     @functools.cached_property
     def within(self) -> torch.Tensor:
-        """True for tokens of responses."""
+        """True for tokens of responses, shape (rows, tokens)."""
         return self._within.to(self.device)
 
     # what the model reads is found in host memory, so that no pass waits for the device
@@ -120,8 +120,7 @@ class MicroBatch:
         return pad_sequence([torch.ones_like(row.mask, dtype=torch.bool) for row in self.rows], True)
 
     def value_positions(self) -> torch.Tensor:
-        """Return True for the tokens before response tokens, in the shape of the model's input, in host
-        memory."""
+        """Return True at each token before a response token: a host mask in the model's input shape."""
         return self._predicting(self._within)
 
     def _predicting(self, mask: torch.Tensor) -> torch.Tensor:
@@ -179,7 +178,7 @@ class MicroBatch:
         )
 
     def padded_inputs(self) -> dict[str, torch.Tensor]:
-        """Return the model's inputs, with a sequence for each row.
+        """Return the model's `input_ids`, shape (rows, longest row).
 
         Rows are padded on the right, where no token of a causal model attends. Without a mask, attention
         takes its fastest path.
@@ -187,7 +186,7 @@ class MicroBatch:
         return {"input_ids": pad_sequence(self._sequences(), batch_first=True).to(self.device)}
 
     def packed_inputs(self) -> dict[str, object]:
-        """Return verl's input for a packed pass."""
+        """Return verl's input for a packed pass; its tensors are jagged, (rows, tokens of a row)."""
         offsets = torch.tensor(self._offsets, device=self.device)
 
         def nested(tensors: list[torch.Tensor]) -> torch.Tensor:
@@ -218,8 +217,8 @@ class MicroBatch:
         return torch.cat(found)[None] if self.packed else pad_sequence(found, batch_first=True)
 
     def routes(self) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """Return the experts of the tokens of the model's input, and True for those that have some; None if
-        none has any."""
+        """Return the experts of the input's tokens, shape (tokens, layers, experts of a token), and True for
+        the tokens that have some, shape (tokens,); None if none has any."""
         found = [row.routes for row in self.rows]
         some = next((routes for routes in found if routes is not None), None)
         if some is None:
@@ -243,5 +242,5 @@ class MicroBatch:
 
 
 def place(values: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    """Return a tensor in the shape of a mask, with values where it is True and 0 elsewhere."""
+    """Return a tensor in the mask's shape: `values`, shape (True entries,), where it is True, else 0."""
     return values.new_zeros(mask.shape).masked_scatter(mask, values)

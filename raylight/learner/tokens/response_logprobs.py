@@ -137,7 +137,7 @@ class LogprobHead:
         return figures, squares
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Return the logits that the model's own forward pass computes from the transformer's output."""
+        """Return the model's own logits, (tokens, vocabulary), of `hidden`, (tokens, hidden size)."""
         output = _TransformerOutput(hidden[None])
         with self._replaced({self._base_name: lambda *_, **__: output, self._head_name: self._head_forward}):
             return self._own_forward(inputs_embeds=hidden[None], use_cache=False).logits[0]

@@ -57,12 +57,12 @@ class SamplingReplay:
         return logits if penalised is None else penalised
 
     def scale_grad(self, grad: torch.Tensor, logits: torch.Tensor, rows: slice) -> None:
-        """Turn gradients of penalised logits into gradients of the logits, in place."""
+        """Turn gradients of penalised logits, shape (targets, vocabulary), into the logits', in place."""
         for part, call, counts in self._histories(logits, rows):
             grad[part].mul_(self._factors(logits[part], call, counts))
 
     def exclude(self, logits: torch.Tensor, rows: slice) -> torch.Tensor:
-        """Set the logits of tokens that could not have been sampled to minus infinity."""
+        """Set logits, shape (targets, vocabulary), of tokens that could not be sampled to -inf."""
         sets = self.candidates[rows] if len(self.candidates) else self.candidates
         if not len(sets.values):
             return logits

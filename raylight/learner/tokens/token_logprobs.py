@@ -196,7 +196,7 @@ def squared_probs(
     chunk: int,
     replay: SamplingReplay | None = None,
 ) -> torch.Tensor:
-    """Return the sum over the vocabulary of the squared probabilities of each token, float32, without a
+    """Return the sum over the vocabulary of the squared probabilities, shape (tokens,), float32, without a
     gradient; see `token_logprobs` for the arguments."""
     sums = hidden.new_empty(len(hidden), dtype=torch.float32)
     for part in _slices(len(hidden), chunk):

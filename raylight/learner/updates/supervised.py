@@ -110,7 +110,7 @@ class SupervisedModel(TrainedModel):
 def answer_loss(
     outputs: dict[str, torch.Tensor], batch: MicroBatch
 ) -> tuple[torch.Tensor, dict[str, verl.Metric]]:
-    """Return a micro-batch's part of the mean negative log-prob of all learned tokens."""
+    """Return a micro-batch's part of the mean negative log-prob of all learned tokens, shape ()."""
     loss = -outputs["log_probs"].where(batch.mask, 0.0).sum() * (batch.dp_size / batch.tokens)
     return loss, {"loss": verl.Metric("sum", loss)}
 
@@ -119,7 +119,7 @@ def weighted_loss(
     outputs: dict[str, torch.Tensor], batch: MicroBatch
 ) -> tuple[torch.Tensor, dict[str, verl.Metric]]:
     """Return the sum of the log-probs, or of a reward model's scores, times the negative weights of their
-    tokens."""
+    tokens, shape ()."""
     weighted = -batch.matrix("advantages") * outputs["log_probs" if "log_probs" in outputs else "values"]
     loss = weighted.where(batch.mask, 0.0).sum() * batch.dp_size
     return loss, {"loss": verl.Metric("sum", loss)}
@@ -166,7 +166,7 @@ def pair_statistics(values: torch.Tensor, facts: torch.Tensor, settings: PairSet
     beta times the log ratio), their margin, and the pairs whose chosen answer has the higher reward.
 
     Args:
-        values, facts: as for `pair_losses`.
+        values, facts: as for `pair_losses`, shapes included.
     """
     scale = settings.beta if isinstance(settings, PreferenceSettings) else 1.0
     chosen, rejected = scale * values[0::2], scale * values[1::2]

@@ -78,7 +78,7 @@ class TrainedModel:
             engine.load_images(files)
 
     def infer_reference(self, rows: list[TrainRow]) -> list[torch.Tensor]:
-        """Return the initial model's log-probs of the response tokens of each row."""
+        """Return the initial model's log-probs of each row, shape (response tokens,)."""
         if self._reference is not None:
             return self._reference.infer(rows)
         with self.engine.disable_adapter():

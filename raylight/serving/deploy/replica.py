@@ -237,7 +237,7 @@ class EngineReplica:
         return await self._scorer.score(conversations, truncate)
 
     async def token_logprobs(self, rows: list[ScoredRow]) -> list[LogprobArray]:
-        """Return the log-probs, at the row's temperature, of the tokens of each row from its start on.
+        """Return each row's log-probs at its temperature from its start on, shape (scored tokens,).
 
         Raises:
             WeightSyncError: the engine cannot compute them.
