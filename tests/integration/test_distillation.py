@@ -26,7 +26,7 @@ from raylight.quickstart import STARTER_MODEL
 from raylight.quickstart.additions import additions, question
 from raylight.quickstart.agent import adder
 from raylight.trainer.components.teacher import Teacher
-from raylight.trainer.spec.settings import ServingSettings, TeacherSettings
+from raylight.trainer.spec.settings import ServedTeacher, ServingSettings
 from raylight.types import CallKey, FinishedRollout, Generation, Rollout, Span, Trajectory
 
 TRAIN, _ = additions(0)
@@ -44,7 +44,7 @@ def dying_teacher(folder: Path, max_model_len: int, top_k: int | None = None, **
         max_concurrent=1,
     )
     settings = rl.algorithms.TeacherConfig(model=STARTER_MODEL, timeout_s=300.0, **config)
-    return TeacherSettings(settings, ServingSettings(STARTER_MODEL, engine, "teacher"), top_k)
+    return ServedTeacher(settings, ServingSettings(STARTER_MODEL, engine, "teacher"), top_k)
 
 
 async def test_a_teacher_whose_replica_dies_scores_as_plain_transformers_does(tmp_path: Path) -> None:

@@ -15,14 +15,14 @@ from raylight.quickstart import STARTER_MODEL
 from raylight.trainer.cluster_fit.scoring_models import fitted_engine
 from raylight.trainer.components.teacher import Teacher
 from raylight.trainer.ray_session.connection import ray_session
-from raylight.trainer.spec.settings import ServingSettings, TeacherSettings
+from raylight.trainer.spec.settings import ServedTeacher, ServingSettings
 
 MESSAGES = [{"role": "system", "content": "It is 4."}, {"role": "user", "content": "2+2="}]
 
 
 async def score() -> float:
     config = rl.algorithms.TeacherConfig(model=STARTER_MODEL, kind="vllm", replicas=2)
-    settings = TeacherSettings(
+    settings = ServedTeacher(
         config, ServingSettings(STARTER_MODEL, fitted_engine(config, config.engine(), 64), "teacher")
     )
     rows = random_rows(64, longest=64)

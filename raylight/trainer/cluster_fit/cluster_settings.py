@@ -259,7 +259,7 @@ def fit_scoring_models(settings: TrainedSettings) -> TrainedSettings:
         ConfigError: a teacher does not take rows as long as the policy's, or images that agents may send.
     """
     serving, training = settings.serving, settings.training
-    if any(teacher.serving is not None for teacher in training.teachers.values()):
+    if training.served_teachers:
         serving = replace(serving, engine=without_images(serving.engine))
     teachers = {
         name: fit_teacher(teacher, serving.model_path, serving.engine)

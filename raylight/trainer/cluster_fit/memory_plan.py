@@ -68,7 +68,7 @@ class PlannedRun:
             training.learner,
             settings.runner,
             training.algorithm.policy_settings(),
-            training.served_teachers,
+            tuple(one.serving for one in training.served_teachers),
             tuple(one.serving for one in settings.reward_models),
             max(len(training.algorithm.models), 1),
             training.algorithm.tasks_per_step * training.algorithm.group_size,

@@ -16,7 +16,13 @@ from raylight.rewards.scoring_model import ScoringModel, find_reward_models
 from raylight.trainer.cluster_fit.hardware import engine_on_gpu, longest_sequence
 from raylight.trainer.cluster_fit.model_shape import read_config
 from raylight.trainer.spec.inputs import resolve_model
-from raylight.trainer.spec.settings import RewardModelSettings, ServingSettings, TeacherSettings
+from raylight.trainer.spec.settings import (
+    RankTeacher,
+    RewardModelSettings,
+    ServedTeacher,
+    ServingSettings,
+    TeacherSettings,
+)
 
 TEACHER_NAME = "teacher"
 APP_NAME = "reward-model"
@@ -58,7 +64,7 @@ def _plan_teacher(
     # named by its folder, whatever the working directory
     teacher = teacher.model_copy(update={"model": path})
     if algorithm.has_local_teacher:
-        return TeacherSettings(teacher, None)
+        return RankTeacher(teacher)
     engine = teacher.engine()
     engine = engine.model_copy(update={"kind": choose_engine(engine)})
     top_k = getattr(algorithm.advantage, "teacher_top_k", None)
@@ -67,7 +73,7 @@ def _plan_teacher(
         if engine.kind == "vllm":
             limit = max(top_k, engine.args.get("max_logprobs", VLLM_LOGPROBS))
             engine = engine.model_copy(update={"args": engine.args | {"max_logprobs": limit}})
-    return TeacherSettings(teacher, ServingSettings(path, engine, app_name), top_k, aligned_to)
+    return ServedTeacher(teacher, ServingSettings(path, engine, app_name), top_k, aligned_to)
 
 
 def _check_top_k(path: str, top_k: int) -> None:
@@ -131,7 +137,7 @@ def fit_teacher(teacher: TeacherSettings, model_path: str, policy: EngineConfig)
     """
     own = longest_sequence(Path(model_path))
     row, path = min(policy.max_model_len, own or policy.max_model_len), teacher.config.model
-    if teacher.serving is None:
+    if isinstance(teacher, RankTeacher):
         return _check_local_length(teacher, row)
     engine = fitted_engine(teacher.config, teacher.serving.engine, row)
     limit = longest_sequence(Path(path))
@@ -164,7 +170,7 @@ def without_images(engine: EngineConfig) -> EngineConfig:
     return engine.model_copy(update={"max_images": 0})
 
 
-def _check_local_length(teacher: TeacherSettings, row: int) -> TeacherSettings:
+def _check_local_length(teacher: RankTeacher, row: int) -> RankTeacher:
     path = teacher.config.model
     limit = longest_sequence(Path(path))
     if limit is not None and limit < row:

@@ -22,13 +22,13 @@ from raylight.experience.teachers import (
     choose_teachers,
     replace_prompt,
 )
-from raylight.experience.token_alignment import AlignedTokens, load_aligner, span_logprobs
+from raylight.experience.token_alignment import AlignedTokens, TokenAligner, load_aligner, span_logprobs
 from raylight.rewards.group import run_plain
 from raylight.serving.deploy.replica import ScoredRow
 from raylight.trainer.cluster_fit.scoring_models import longest_row
 from raylight.trainer.components import Component
 from raylight.trainer.components.model_service import ModelService
-from raylight.trainer.spec.settings import TeacherSettings
+from raylight.trainer.spec.settings import ServedTeacher, TeacherSettings
 from raylight.types import FinishedRollout, Trajectory
 
 MOST_TOKENS = 16_384
@@ -51,13 +51,12 @@ class Teacher:
     def __init__(
         self,
         run_name: str,
-        settings: TeacherSettings,
+        settings: ServedTeacher,
         secret: str | None,
         show_stage: Callable[[str], None],
         owns_cluster: bool,
     ) -> None:
         model, self._timeout_s = settings.serving, settings.config.timeout_s
-        assert model is not None, "a teacher on the learners' ranks has no deployment"
         self._top_k = settings.top_k
         aligned_to = settings.aligned_to
         self._aligner = load_aligner(aligned_to, model.model_path) if aligned_to is not None else None
@@ -91,8 +90,10 @@ class Teacher:
             RowTooLongError: a row is too long with the teacher's prompt.
         """
         started = time.perf_counter()
-        score = self._score_same if self._aligner is None else self._score_aligned
-        batch, metrics = await score(batch, finished)
+        if self._aligner is None:
+            batch, metrics = await self._score_same(batch, finished)
+        else:
+            batch, metrics = await self._score_aligned(batch, finished, self._aligner)
         retries = float(self.service.retries)
         return batch, metrics | {"time/teacher_s": time.perf_counter() - started, "teacher/retries": retries}
 
@@ -163,7 +164,7 @@ class Teacher:
             )
 
     async def _score_aligned(
-        self, batch: TrainBatch, finished: Sequence[FinishedRollout]
+        self, batch: TrainBatch, finished: Sequence[FinishedRollout], aligner: TokenAligner
     ) -> tuple[TrainBatch, dict[str, float]]:
         """Return the batch with the log-probs of a teacher with other tokens, at the ends of spans."""
         changes = await self._changes(batch.rows, finished)
@@ -171,7 +172,7 @@ class Teacher:
         prompts = [
             (len(change.tokens), rendered[change.teacher]) if change else (0, []) for change in changes
         ]
-        aligned = await asyncio.to_thread(self._align, batch.rows, [own for own, _ in prompts])
+        aligned = await asyncio.to_thread(_align, aligner, batch.rows, [own for own, _ in prompts])
         rows = []
         for row, one, (own, prompt) in zip(batch.rows, aligned, prompts, strict=True):
             ids = np.array(prompt + one.ids, np.int32)
@@ -188,14 +189,6 @@ class Teacher:
         tokens = sum(one.spans[-1][0] for one in aligned)
         metrics = {"teacher/tokens_per_span": tokens / sum(spans)}
         return replace(batch, teacher_logprobs=logprobs), metrics
-
-    def _align(self, rows: list[Trajectory], prompts: list[int]) -> list[AlignedTokens]:
-        """Return the tokens of rows after prompts of these lengths in the teacher's tokens."""
-        assert self._aligner is not None, "only a teacher with other tokens is aligned"
-        return [
-            self._aligner.align(row.token_ids[own:], row.mask[own:])
-            for row, own in zip(rows, prompts, strict=True)
-        ]
 
     async def _render(self, requests: Iterable[str]) -> dict[str, list[int]]:
         """Return the tokens of chat requests, by request."""
@@ -240,7 +233,7 @@ class Teachers(Component):
         self._served = [
             Teacher(run_name, one, secret, show_stage, owns_cluster)
             for one in settings.values()
-            if one.serving is not None
+            if isinstance(one, ServedTeacher)
         ]
 
     async def open(self, stack: AsyncExitStack) -> None:
@@ -283,6 +276,13 @@ class Teachers(Component):
         scored = [task.result() for task in asked]
         order = np.argsort([i for part in parts for i in part]).tolist()
         return _merge(batch, [part for part, _ in scored], order), _sum_up([m for _, m in scored]) | counts
+
+
+def _align(aligner: TokenAligner, rows: list[Trajectory], prompts: list[int]) -> list[AlignedTokens]:
+    """Return the tokens of rows after prompts of these lengths in the teacher's tokens."""
+    return [
+        aligner.align(row.token_ids[own:], row.mask[own:]) for row, own in zip(rows, prompts, strict=True)
+    ]
 
 
 def _merge(batch: TrainBatch, parts: list[TrainBatch], order: list[int]) -> TrainBatch:

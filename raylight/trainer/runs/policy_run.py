@@ -37,7 +37,13 @@ from raylight.trainer.spec.inputs import Inputs, as_tasks, as_train_set, check_v
 from raylight.trainer.spec.resume import Resume
 from raylight.trainer.spec.run_file import describe_algorithm
 from raylight.trainer.spec.run_resources import with_policy
-from raylight.trainer.spec.settings import RolloutSettings, ServingSettings, TrainedSettings, TrainingSettings
+from raylight.trainer.spec.settings import (
+    RankTeacher,
+    RolloutSettings,
+    ServingSettings,
+    TrainedSettings,
+    TrainingSettings,
+)
 from raylight.types import JsonObject
 
 SESSION_TASKS = ShuffledTasks([None])
@@ -229,7 +235,7 @@ def plan_training(
     teachers = plan_teachers(algorithm, serving.model_path)
     for teacher in teachers.values():
         check_stays(teacher.config.model, settings.folder)
-        if teacher.serving is None and learner.kind == "local":
+        if isinstance(teacher, RankTeacher) and learner.kind == "local":
             raise ConfigError(
                 "a local learner has no ranks that a teacher could be on; remove learner.kind='local', or "
                 "set divergence='sampled', which a teacher with dedicated engines can give"

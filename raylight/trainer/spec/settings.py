@@ -73,16 +73,25 @@ class RewardModelSettings:
 
 
 @dataclass(frozen=True)
-class TeacherSettings:
-    """The teacher of a run that distils, and the engine that scores by it."""
+class RankTeacher:
+    """A teacher of a run that distils, on the learners' ranks."""
 
     config: TeacherConfig
-    serving: ServingSettings | None
-    """None: the teacher is on the learners' ranks."""
+
+
+@dataclass(frozen=True)
+class ServedTeacher:
+    """A teacher of a run that distils, and the engine that scores by it."""
+
+    config: TeacherConfig
+    serving: ServingSettings
     top_k: int | None = None
     """The teacher's most probable tokens that it gives; None: it scores the sampled ones."""
     aligned_to: str | None = None
     """Folder of the policy's initial model, if the teacher has other tokens; None: it has the same."""
+
+
+TeacherSettings = RankTeacher | ServedTeacher
 
 
 @dataclass(frozen=True)
@@ -149,9 +158,9 @@ class TrainingSettings(LearningSettings):
         }
 
     @property
-    def served_teachers(self) -> tuple[ServingSettings, ...]:
-        """Serving settings of the teachers that have dedicated engines."""
-        return tuple(one.serving for one in self.teachers.values() if one.serving is not None)
+    def served_teachers(self) -> tuple[ServedTeacher, ...]:
+        """The teachers that have dedicated engines."""
+        return tuple(one for one in self.teachers.values() if isinstance(one, ServedTeacher))
 
     @property
     def served_lora(self) -> LoraConfig | None:
@@ -280,7 +289,7 @@ class TrainedSettings(ServedSettings):
     @property
     def scoring_models(self) -> tuple[ServingSettings, ...]:
         """The teachers and the reward models."""
-        return (*self.training.served_teachers, *super().scoring_models)
+        return (*(one.serving for one in self.training.served_teachers), *super().scoring_models)
 
     @property
     def shares_gpus(self) -> bool:

@@ -28,7 +28,7 @@ from raylight.trainer.cluster_fit.hardware import (
     share_cores,
     workload,
 )
-from raylight.trainer.spec.settings import RewardModelSettings, ServingSettings, TeacherSettings
+from raylight.trainer.spec.settings import RewardModelSettings, ServedTeacher, ServingSettings
 
 CONTEXT = 32_768
 ENGINE_ON_GPU = {"dtype": "bfloat16", "max_model_len": 16_384}
@@ -355,7 +355,7 @@ def test_the_gpus_of_a_teacher_or_a_reward_model_are_its_own(
     settings = policy_settings(
         str(tmp_path),
         engine,
-        training={"teachers": {"t": TeacherSettings(TeacherConfig(model="t"), teacher)}},
+        training={"teachers": {"t": ServedTeacher(TeacherConfig(model="t"), teacher)}},
     )
     found, _ = fit_hardware(settings, engine, KnownFacts(gpus))
     assert (found.training.learner.num_gpus, found.serving.engine.num_gpus) == expected

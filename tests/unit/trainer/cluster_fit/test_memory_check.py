@@ -20,8 +20,8 @@ from raylight.trainer.cluster_fit.cluster_settings import plan_settings
 from raylight.trainer.cluster_fit.cluster_shape import GIB, ClusterShape, NodeShape
 from raylight.trainer.spec.settings import (
     RewardModelSettings,
+    ServedTeacher,
     ServingSettings,
-    TeacherSettings,
     TrainedSettings,
 )
 
@@ -84,7 +84,7 @@ def planned_runs(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 def test_a_teacher_is_planned_too(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
     planned = planned_runs(monkeypatch)
     engine = EngineConfig(kind="transformers", replicas=2)
-    teacher = TeacherSettings(TeacherConfig(model=model), ServingSettings(model, engine, "teacher"))
+    teacher = ServedTeacher(TeacherConfig(model=model), ServingSettings(model, engine, "teacher"))
     training = {"teachers": {"t": teacher}}
     memory_check.check_memory(policy_settings(str(STARTER_MODEL), training=training))
     assert planned == []  # its kind is not known

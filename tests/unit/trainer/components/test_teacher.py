@@ -40,7 +40,7 @@ from raylight.trainer.cluster_fit import scoring_models
 from raylight.trainer.cluster_fit.cluster_settings import fit_scoring_models
 from raylight.trainer.cluster_fit.scoring_models import fit_teacher, plan_teachers, without_images
 from raylight.trainer.components.teacher import MOST_TOKENS, Teacher, Teachers, split_rows
-from raylight.trainer.spec.settings import ServingSettings, TeacherSettings
+from raylight.trainer.spec.settings import RankTeacher, ServedTeacher, ServingSettings
 from raylight.types import FinishedRollout, Span, TopLogprobs, Trajectory
 
 
@@ -105,14 +105,14 @@ def make_teacher(
     engine = EngineConfig(replicas=replicas, max_model_len=longest)
     model = ServingSettings(STARTER_MODEL, engine, "teacher")
     config = TeacherConfig(model=STARTER_MODEL, timeout_s=timeout_s, prompt=prompt)
-    teacher = Teacher("run-1", TeacherSettings(config, model, top_k), None, notes.append, True)
+    teacher = Teacher("run-1", ServedTeacher(config, model, top_k), None, notes.append, True)
     teacher.service._router = handle
     return teacher, notes
 
 
 def make_teachers(handles: dict[str, Handle], choice: Any) -> Teachers:
     model = ServingSettings(STARTER_MODEL, EngineConfig(), "teacher")
-    settings = {name: TeacherSettings(TeacherConfig(model=STARTER_MODEL), model) for name in handles}
+    settings = {name: ServedTeacher(TeacherConfig(model=STARTER_MODEL), model) for name in handles}
     teachers = Teachers("run-1", settings, choice, None, print, True)
     for teacher, handle in zip(teachers._served, handles.values(), strict=True):
         teacher.service._router = handle
@@ -181,7 +181,7 @@ async def test_teachers_on_the_learners_ranks_are_only_chosen() -> None:
         FinishedRollout(make_rollout(row.rollout_id, task=n), None, [], [])
         for n, row in enumerate(batch.rows)
     ]
-    settings = {name: TeacherSettings(TeacherConfig(model=name), None) for name in "ab"}
+    settings = {name: RankTeacher(TeacherConfig(model=name)) for name in "ab"}
     teachers = Teachers("run-1", settings, lambda task: "ba"[task % 2], None, print, True)
     scored, metrics = await teachers.score(batch, finished)
     assert scored.teacher_numbers == [1, 0, 1]
@@ -200,7 +200,7 @@ async def test_a_teacher_with_other_tokens_scores_spans_of_text() -> None:
         item = replace(finished[0], generations=[call], spans=finished[0].spans if with_messages else [])
         mask = [0, 0] + [1] * len(answer)
         row = Trajectory(call.key.rollout_id, [*call.prompt_ids, *answer], mask, np.zeros(len(mask)), mask)
-        settings = TeacherSettings(
+        settings = ServedTeacher(
             TeacherConfig(model=TOOL_MODEL, tokenizer="aligned"),
             ServingSettings(TOOL_MODEL, EngineConfig(), "teacher"),
             aligned_to=STARTER_MODEL,
