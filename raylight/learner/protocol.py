@@ -57,6 +57,14 @@ class Learner(Protocol):
         """Update the weights with a batch, and return metrics."""
         ...
 
+    async def evaluate(self, batch: TrainBatch) -> dict[str, float]:
+        """Return sums of a supervised model's figures over a batch, and their count.
+
+        Raises:
+            LearnerError: the learner trains policies alone.
+        """
+        raise LearnerError("this learner does not train on examples; leave learner.kind='ranks'")
+
     async def row_records(self) -> list[RowRecord]:
         """Return what the last update computed of each row. A row may come several times."""
         return []
@@ -141,6 +149,10 @@ class Learner(Protocol):
             LearnerError: the learner is in the driver's process, and is lost only with it.
         """
         raise LearnerError("this learner cannot be restarted; resume the run from its training state")
+
+    def nodes(self) -> Mapping[int, str]:
+        """Return the id of the node of each rank; empty for a learner in the driver's process."""
+        return {}
 
     def stop(self) -> None:
         """End the learner, and free what it holds."""

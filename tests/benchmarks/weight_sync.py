@@ -102,8 +102,8 @@ async def publish(planned: Any, report: Any, publications: int, beside: bool) ->
 
         learners.publications.check_parity = compare_later  # type: ignore[method-assign]
         for version in range(1, publications + 1):
-            await learners.group.load_state("", 0, version)  # numbers the weights only
-            ranks = await learners.group._call("trim")
+            await learners.learner.load_state("", 0, version)  # numbers the weights only
+            ranks = await learners.learner._call("trim")
             learners.version = version
             memory = Memory(ranks)
             memory.start()
@@ -123,7 +123,7 @@ def run_cell(cell: dict[str, Any]) -> None:
 
     import raylight as rl
     from raylight.learner.ranks.actor import LearnerActor
-    from raylight.trainer.components import learner_ranks
+    from raylight.trainer.components import run_learner
     from raylight.trainer.runs.policy_run import PolicyRun
 
     class TrimmedLearner(LearnerActor):
@@ -145,7 +145,7 @@ def run_cell(cell: dict[str, Any]) -> None:
         print(RESULT + json.dumps(rows), flush=True)
         return {}
 
-    learner_ranks.LearnerGroup = functools.partial(learner_ranks.LearnerGroup, actor=TrimmedLearner)  # type: ignore[misc]
+    run_learner.LearnerGroup = functools.partial(run_learner.LearnerGroup, actor=TrimmedLearner)  # type: ignore[misc]
     PolicyRun.work = work  # type: ignore[method-assign]
     args = {"tensor_parallel_size": cell["parallel"]} if cell["parallel"] > 1 else {}
     trainer = rl.Trainer(

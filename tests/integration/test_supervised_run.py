@@ -76,7 +76,7 @@ def test_a_run_that_lost_its_learners_or_its_driver_has_the_same_weights(
     async def kill_then_learn(self: SupervisedLoop, step: int) -> Any:
         if step == 3 and not killed:
             killed.append(step)
-            self._ranks.group.stop()
+            self._learner.learner.stop()
         return await learn(self, step)
 
     with monkeypatch.context() as patch:

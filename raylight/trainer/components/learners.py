@@ -10,10 +10,10 @@ from raylight._utils.aio import cancel_all
 from raylight.experience.batches.batch import TrainBatch
 from raylight.learner.ranks.local import LocalLearner
 from raylight.learner.ranks.simulated import SimulatedLearner
-from raylight.trainer.components.learner_ranks import LearnerRanks
 from raylight.trainer.components.local_serving import LocalServing
 from raylight.trainer.components.parity import make_probe
 from raylight.trainer.components.publication import Publications
+from raylight.trainer.components.run_learner import RunLearner
 from raylight.trainer.components.serving import Serving
 from raylight.trainer.spec.resume import ResumePoint
 from raylight.trainer.spec.settings import TrainedSettings
@@ -21,7 +21,7 @@ from raylight.types import JsonObject
 from raylight.weights.client import CoordinatorClient
 
 
-class Learners(LearnerRanks):
+class Learners(RunLearner):
     """The ranks that train the model of a run that serves it, and the publication of their weights to the
     engines.
 
@@ -52,11 +52,11 @@ class Learners(LearnerRanks):
         """Start the processes of the ranks, and serve replicas that join from them."""
         coordinator = serving.coordinator
         self.replicas = coordinator
-        self._open_group(stack, serving)
+        self._open_learner(stack, serving)
         model, algorithm, kind = self._serving, self._policy.algorithm, self._policy.learner.kind
         probe = make_probe(model.model_path, model.engine.max_model_len, self._settings.seed)
         self.publications = Publications(
-            self.group,
+            self.learner,
             coordinator,
             model.engine,
             algorithm.sync_timeout_s,
@@ -69,16 +69,16 @@ class Learners(LearnerRanks):
         serving_joined = asyncio.create_task(self.publications.serve_joined(lambda: self.version))
         stack.push_async_callback(cancel_all, [serving_joined])
 
-    def _open_group(self, stack: contextlib.AsyncExitStack, serving: Serving) -> None:
+    def _open_learner(self, stack: contextlib.AsyncExitStack, serving: Serving) -> None:
         config = self._policy.learner
         if config.kind == "ranks":
             self.open_ranks(stack)
             return
         if isinstance(serving, LocalServing):
-            self.group = LocalLearner(serving.engine, config)
+            self.learner = LocalLearner(serving.engine, config)
         else:
-            self.group = SimulatedLearner(config)
-        stack.callback(self.group.stop)
+            self.learner = SimulatedLearner(config)
+        stack.callback(self.learner.stop)
 
     async def start(self) -> None:
         """Load the model."""
@@ -115,7 +115,7 @@ class Learners(LearnerRanks):
                 if sleeps:
                     self._report_no_sleep(await self.replicas.sleep(timeout))
                 async with self._alone():
-                    metrics = await self.group.update(batch)
+                    metrics = await self.learner.update(batch)
             finally:
                 if sleeps:
                     await self.replicas.wake(timeout)

@@ -14,10 +14,10 @@ from raylight.config import SessionConfig
 from raylight.runner.scaling import ScaleRequests
 from raylight.store.client import StoreClient
 from raylight.trainer.components import Component
-from raylight.trainer.components.learner_ranks import LearnerRanks
 from raylight.trainer.components.learners import Learners
 from raylight.trainer.components.local_serving import LocalServing
 from raylight.trainer.components.reward_models import RewardModels
+from raylight.trainer.components.run_learner import RunLearner
 from raylight.trainer.components.run_metrics import ComponentMetrics
 from raylight.trainer.components.runners import OutsideAgents, Runners
 from raylight.trainer.components.serving import Serving
@@ -115,18 +115,18 @@ class SupervisedComponents(RunComponents):
     """The learners of a run without rollouts, which needs nothing else."""
 
     settings: SupervisedRunSettings
-    ranks: LearnerRanks
+    learner: RunLearner
 
     async def _open(self) -> None:
         training, stack = self.settings.training, self._stack
-        self.ranks = LearnerRanks(self.settings, training, training.model_path, self.start, self._show_stage)
-        await self.ranks.reserve(stack)
-        self.ranks.open_ranks(stack)
+        self.learner = RunLearner(self.settings, training, training.model_path, self.start, self._show_stage)
+        await self.learner.reserve(stack)
+        self.learner.open_ranks(stack)
         self._show_stage("starting the learners")
-        await self.ranks.start()
-        await self.ranks.check_storage()
-        await self.ranks.load_start()
-        self._components = [self.ranks]
+        await self.learner.start()
+        await self.learner.check_storage()
+        await self.learner.load_start()
+        self._components = [self.learner]
 
 
 class RolloutComponents(RunComponents):
@@ -233,7 +233,8 @@ class PolicyComponents(RolloutComponents):
 
     async def _open(self) -> None:
         self.learners = Learners(self.settings, self.start, self._show_stage)
-        await self.learners.reserve(self._stack)
+        if self.training.learner.kind == "ranks":
+            await self.learners.reserve(self._stack)
         await super()._open()
         self._components += [self.learners, *(() if self.teachers is None else (self.teachers,))]
 

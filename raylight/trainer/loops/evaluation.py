@@ -8,8 +8,8 @@ import time
 from dataclasses import dataclass
 
 from raylight.algorithms.policy import PolicyAlgorithm
-from raylight.trainer.components.learner_ranks import LearnerRanks
 from raylight.trainer.components.publication import PinnedAdapter, Publications
+from raylight.trainer.components.run_learner import RunLearner
 from raylight.trainer.loops.batch_metrics import by_source, raise_if_hopeless
 from raylight.trainer.loops.model_selection import ModelSelection
 from raylight.trainer.loops.policy_rollouts import PolicyRollouts
@@ -29,7 +29,7 @@ class Evaluator(ModelSelection):
     def __init__(
         self,
         rollouts: PolicyRollouts,
-        learners: LearnerRanks,
+        learners: RunLearner,
         algorithm: PolicyAlgorithm,
         tasks: list[object],
         report: Report,

@@ -9,8 +9,8 @@ from raylight._utils.files import replace_folder, restore_folder, write_atomic
 from raylight.algorithms.policy import PolicyAlgorithm
 from raylight.algorithms.supervised import SupervisedAlgorithm
 from raylight.errors import ConfigError
-from raylight.trainer.components.learner_ranks import LearnerRanks
 from raylight.trainer.components.publication import PinnedAdapter
+from raylight.trainer.components.run_learner import RunLearner
 from raylight.trainer.output.report import Metrics, Report
 from raylight.types import JsonObject
 
@@ -30,7 +30,7 @@ class ModelSelection:
 
     def __init__(
         self,
-        learners: LearnerRanks,
+        learners: RunLearner,
         algorithm: PolicyAlgorithm | SupervisedAlgorithm,
         report: Report,
         evaluates: bool,

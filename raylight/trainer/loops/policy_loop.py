@@ -25,9 +25,9 @@ from raylight.errors import LearnerLostError
 from raylight.experience.batches.batch import BatchReport, TrainBatch, build_batch
 from raylight.experience.batches.ledger import Ledger
 from raylight.tasks.task_set import TaskSet
-from raylight.trainer.components.learner_ranks import NodeDrains
 from raylight.trainer.components.opponents import ServedOpponents
 from raylight.trainer.components.run_components import PolicyComponents
+from raylight.trainer.components.run_learner import NodeDrains
 from raylight.trainer.loops.batch_metrics import describe, explain_no_signal, raise_if_hopeless
 from raylight.trainer.loops.evaluation import Evaluator, PinnedEvaluation
 from raylight.trainer.loops.load_watch import LoadWatch
@@ -201,7 +201,7 @@ class PolicyLoop(StepLoop):
 
     async def _record_tokens(self, step: int, batch: TrainBatch) -> None:
         """Keep the log-probs and advantages of a step's tokens, to look at."""
-        records = await self._learners.group.row_records()
+        records = await self._learners.learner.row_records()
         owners = [row.rollout_id for row in batch.rows]
         await asyncio.to_thread(self._report.row_records, step, records, owners)
 

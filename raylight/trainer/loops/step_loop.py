@@ -11,7 +11,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable
 
 from raylight.errors import LearnerLostError
-from raylight.trainer.components.learner_ranks import LearnerRanks
+from raylight.trainer.components.run_learner import RunLearner
 from raylight.trainer.loops.model_selection import ModelSelection
 from raylight.trainer.output.report import Report
 from raylight.trainer.spec.resume import ResumePoint, state_metadata
@@ -23,7 +23,7 @@ class StepLoop(ABC):
     """A loop that takes the steps of a run, one after the other, up to the model in `checkpoint/`.
 
     Args:
-        ranks: the learners.
+        learner: the learner of the run.
         start: starting point of the run.
         training: the part of the settings.
         config: the run's resolved configuration, which is stored with every training state.
@@ -35,14 +35,14 @@ class StepLoop(ABC):
 
     def __init__(
         self,
-        ranks: LearnerRanks,
+        learner: RunLearner,
         start: ResumePoint,
         report: Report,
         training: LearningSettings,
         config: JsonObject,
         selection: ModelSelection,
     ) -> None:
-        self._ranks, self._start, self._report = ranks, start, report
+        self._learner, self._start, self._report = learner, start, report
         self._checkpoint, self._total, self._config = training.checkpoint, training.total_steps, config
         self._selection, self._evaluated = selection, selection.state_dict()
         """State of the selection after the last logged step, or the last evaluation."""
@@ -94,7 +94,7 @@ class StepLoop(ABC):
                     if self._is_fork:  # the learners could not go back to a state of another lineage
                         await self._save_state(self._start.step)
                         self._is_fork = False
-                    if self._ranks.drain_noticed.is_set():
+                    if self._learner.drain_noticed.is_set():
                         await self._leave_draining_nodes()
                     with contextlib.suppress(*self.interruptions):
                         await self._take_step(self._next)
@@ -116,13 +116,13 @@ class StepLoop(ABC):
         if self._next <= self._total and (reason := self._stop_reason) is not None:
             self._report.note(reason)
         with self._report.phase("saving of the model"):
-            await self._ranks.save(str(self._report.checkpoint))
-            await self._ranks.finish_saving()
+            await self._learner.save(str(self._report.checkpoint))
+            await self._learner.finish_saving()
         self._is_over = True
 
     async def _save_state(self, step: int) -> None:
-        progress = self._progress(step) | {"version": self._ranks.version}
-        await self._ranks.save_state(step, state_metadata(self._start, self._config, **progress))
+        progress = self._progress(step) | {"version": self._learner.version}
+        await self._learner.save_state(step, state_metadata(self._start, self._config, **progress))
         self._saved = step
 
     async def _return_to(self, point: ResumePoint) -> None:
@@ -131,12 +131,12 @@ class StepLoop(ABC):
 
     async def _leave_draining_nodes(self) -> None:
         """Save a training state, and move the learners if other nodes have room for them."""
-        ranks, step = self._ranks, self._next - 1
-        ranks.drain_noticed.clear()
+        learner, step = self._learner, self._next - 1
+        learner.drain_noticed.clear()
         if step > self._saved and step >= self._reported:
             await self._save_state(step)
-            await ranks.finish_saving()
-        if ranks.can_move:
+            await learner.finish_saving()
+        if learner.can_move:
             await self._go_back(None)
             self._report.note(f"the learners have left a node that drains, after step {step}")
 
@@ -147,7 +147,7 @@ class StepLoop(ABC):
         Raises:
             LearnerError: the learners were lost more often than allowed.
         """
-        point = await (self._ranks.move() if fault is None else self._ranks.recover(fault))
+        point = await (self._learner.move() if fault is None else self._learner.recover(fault))
         await self._return_to(point)
         self._saved = point.step
         # step 0 follows a restart with the initial weights, if it was not logged

@@ -35,8 +35,8 @@ class SupervisedLoop(StepLoop):
         self, run: SupervisedComponents, data: SupervisedData, report: Report, config: JsonObject
     ) -> None:
         training = run.settings.training
-        selection = ModelSelection(run.ranks, training.algorithm, report, bool(data.held_out))
-        super().__init__(run.ranks, run.start, report, training, config, selection)
+        selection = ModelSelection(run.learner, training.algorithm, report, bool(data.held_out))
+        super().__init__(run.learner, run.start, report, training, config, selection)
         self._algorithm, self._data = training.algorithm, data
         self._schedule = batch_schedule(training.algorithm, data, run.settings.seed)
         self._total = self._schedule.steps
@@ -63,7 +63,7 @@ class SupervisedLoop(StepLoop):
         if evaluates:
             metrics |= await self._evaluate(step)
         if is_new and (step or evaluates):  # without an evaluation, step 0 is nothing
-            metrics["learner/restarts"] = float(self._ranks.restarts)
+            metrics["learner/restarts"] = float(self._learner.restarts)
             self._report.step(step, metrics)
             self._reported, self._evaluated = step, self._selection.state_dict()
         await self._end_step(step)
@@ -75,13 +75,13 @@ class SupervisedLoop(StepLoop):
         started = time.perf_counter()
         examples = [self._data.train[index] for index in self._schedule.batch(step)]
         with self._report.phase("update of the weights"):
-            metrics = await self._ranks.update(build_supervised_batch(examples))
+            metrics = await self._learner.update(build_supervised_batch(examples))
         return metrics | {
             "train/examples": float(len(examples)),
             "train/tokens": float(sum(example.tokens for example in examples)),
             "train/learned_tokens": float(sum(example.learned_tokens for example in examples)),
             "train/epoch": self._schedule.epochs_after(step),
-            "weights/version": float(self._ranks.version),
+            "weights/version": float(self._learner.version),
             "time/update_s": time.perf_counter() - started,
         }
 
@@ -97,7 +97,7 @@ class SupervisedLoop(StepLoop):
         totals: Counter[str] = Counter()
         for done, part in enumerate(parts, 1):
             batch = build_supervised_batch([held_out[index] for index in part])
-            totals.update(await self._ranks.ranks.evaluate(batch))
+            totals.update(await self._learner.learner.evaluate(batch))
             progress(done, len(parts))
         count = totals.pop("count")
         metrics = {f"val/{name}": total / count for name, total in totals.items()}

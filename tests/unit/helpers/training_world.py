@@ -302,10 +302,13 @@ class FakeRun(PolicyComponents):
         self.engines = Engines()
         self.learners = Learners(self.settings, self.start, lambda text: None)
         ranks: Any = Ranks(self.world)
-        self.learners.group, self.learners.replicas = ranks, self.engines  # type: ignore[assignment]
+        self.learners.learner, self.learners.replicas = ranks, self.engines  # type: ignore[assignment]
+        self.learners._placement = "here"  # type: ignore[assignment]
         self.learners.publications = Publications(self.world, ranks, self.engines)  # type: ignore[assignment]
         if not self.start.is_fresh:
-            await self.learners.group.load_state(self.start.state_url, self.start.step, self.learners.version)
+            await self.learners.learner.load_state(
+                self.start.state_url, self.start.step, self.learners.version
+            )
         self.serving: Any = Serving(self.world, self.store)
         self.runners: Any = SimpleNamespace(metrics=dict, most_rollouts=lambda: self.world.slots)
         if self.world.sessions is not None:
@@ -345,7 +348,7 @@ class FakeRun(PolicyComponents):
             self.world.evaluated.setdefault(step, set()).add(self.engines.serve(model))
         if (finished := sum(self.world.sampled.values())) in self.world.stranded_at:
             self.world.stranded_at.remove(finished)
-            self.learners.group.lost = True
+            self.learners.learner.lost = True
             self.learners.publications.stranded.set()
             await self.learners.publications.served.wait()
         for number in [number for number in self.world.drains_at if number <= finished]:

@@ -68,7 +68,7 @@ def make_learners(learner: float, engine: float) -> Learners:
 async def test_engines_sleep_during_an_update() -> None:
     seen: list[str] = []
     learners = make_learners(1, 0.4)
-    learners.group, learners.replicas = (
+    learners.learner, learners.replicas = (
         cast(Any, Events("learners", seen)),
         cast(Any, Events("engines", seen)),
     )
@@ -103,7 +103,7 @@ async def test_a_replica_that_dies_during_an_update_is_replaced_after_it() -> No
         await coordinator.end_start("b")
         followers.append(asyncio.ensure_future(follow("b")))
 
-    learners.group = cast(Any, SimpleNamespace(update=update))
+    learners.learner = cast(Any, SimpleNamespace(update=update))
     followers = [asyncio.ensure_future(follow("a"))]
     async with within():
         await coordinator.wait_for_replicas(1)

@@ -327,7 +327,7 @@ class TaughtRun(FakeRun):
     async def _open(self) -> None:
         await super()._open()
         self.teachers, _ = make_teacher(Handle())
-        update = self.learners.group.update
+        update = self.learners.learner.update
 
         async def update_with_scores(batch: TrainBatch) -> dict[str, float]:
             assert batch.teacher_logprobs is not None
@@ -335,7 +335,7 @@ class TaughtRun(FakeRun):
                 assert scores.tolist() == (-row.token_ids[row.prompt_length :]).tolist()
             return await update(batch)
 
-        self.learners.group.update = update_with_scores  # type: ignore[method-assign]
+        self.learners.learner.update = update_with_scores  # type: ignore[method-assign]
 
 
 async def test_each_step_is_scored_before_its_update(tmp_path: Path) -> None:

@@ -24,7 +24,7 @@ from unit_helpers import within
 
 from raylight.store.client import StoreClient
 from raylight.store.service import StoreService
-from raylight.trainer.components import learner_ranks
+from raylight.trainer.components import run_learner
 from raylight.trainer.loops import load_watch
 from raylight.trainer.loops.policy_rollouts import PolicyRollouts
 from raylight.trainer.loops.training_groups import TrainingGroups
@@ -90,7 +90,7 @@ every_mode = pytest.mark.parametrize(
 
 @every_mode
 def test_learners_leave_nodes_that_drain(stale: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(learner_ranks, "remove_placement_group", lambda placement: None)
+    monkeypatch.setattr(run_learner, "remove_placement_group", lambda placement: None)
     world = world_of(tmp_path / "a", 2, 0)
     world.drains_at = {12: True, 30: False, 55: True}
     check(world, asyncio.run(live(world, **settings_of(world, stale))))

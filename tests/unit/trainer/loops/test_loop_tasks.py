@@ -139,7 +139,7 @@ class DrainedRun(FakeRun):
 
     async def _open(self) -> None:
         await super()._open()
-        ranks, before = self.learners.group, Counter[int]()
+        ranks, before = self.learners.learner, Counter[int]()
         update = ranks.update
 
         async def count(batch: Any) -> dict[str, float]:

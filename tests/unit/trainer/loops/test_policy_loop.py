@@ -10,7 +10,7 @@ import pytest
 from training_world import GROUP, ONCE, STEPS, TASKS, Serving, World, live, recorded_steps, told, weights_of
 
 from raylight.errors import LearnerError, RolloutsFailedError, ServingLostError
-from raylight.trainer.components import learner_ranks
+from raylight.trainer.components import run_learner
 
 
 def phase_of(rollout_id: str) -> str:
@@ -87,14 +87,14 @@ def test_learners_leave_a_node_that_drains(
 ) -> None:
     """With a training state of the last step: no update is repeated."""
     removed: list[object] = []
-    monkeypatch.setattr(learner_ranks, "remove_placement_group", removed.append)
+    monkeypatch.setattr(run_learner, "remove_placement_group", removed.append)
     moves, world.drains_at = sum(drains_at.values()), dict(drains_at)
     rows = asyncio.run(live(world))
     assert told(rows) == undisturbed[0]
     assert weights_of(world) == undisturbed[1]
     assert set(world.sampled.values()) == {1}
     assert len(world.trained) == STEPS
-    assert (world.places, removed) == (["elsewhere"] * moves, ["elsewhere"] * max(moves - 1, 0))
+    assert (world.places, removed) == (["elsewhere"] * moves, ["here", *["elsewhere"] * (moves - 1)])
     assert rows[-1]["learner/restarts"] == 0
 
 

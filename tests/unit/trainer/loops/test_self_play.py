@@ -44,7 +44,7 @@ class Duel(FakeRun):
         assert latest is not None
         opponent = LLM(endpoint="http://engine", model="opponent", traced=True)
         await self.store.add_resources(latest.resources | {"opponent": opponent})
-        publications = DuelPublications(self.world, self.learners.group, self.engines)  # type: ignore[arg-type]
+        publications = DuelPublications(self.world, self.learners.learner, self.engines)  # type: ignore[arg-type]
         publications.names = set()
         self.learners.publications = publications  # type: ignore[assignment]
 

@@ -40,7 +40,7 @@ class FakeRanks:
         self.states: dict[int, tuple[list[list[int]], dict[str, Any]]] = {}
         self.saved: list[str] = []
         self.drain_noticed = SimpleNamespace(is_set=lambda: False)
-        self.group = self.ranks = self
+        self.learner = self
         self._losses, self._lost_at = losses, lost_at
 
     async def update(self, batch: Any) -> dict[str, float]:
@@ -78,7 +78,7 @@ def make_loop(folder: Any, ranks: FakeRanks, start: Any = None, data: Any = DATA
     )
     training = SupervisedTraining(algorithm, LearnerConfig(), CheckpointConfig(every=2), "", 6, "m")
     run = SimpleNamespace(
-        settings=SimpleNamespace(training=training, seed=3), ranks=ranks, start=start or fresh_start()
+        settings=SimpleNamespace(training=training, seed=3), learner=ranks, start=start or fresh_start()
     )
     report = Report(folder, RecordingDisplay(), {}, last_logged_step=None if start is None else start.step)
     return SupervisedLoop(run, data, report, CONFIG)  # type: ignore[arg-type]

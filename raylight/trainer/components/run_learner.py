@@ -1,4 +1,4 @@
-"""`LearnerRanks`: starts the learners' ranks, and restarts them after a loss or a move."""
+"""`RunLearner`: starts the learner of a run, and restarts its ranks after a loss or a move."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ class NodeDrains(Exception):
     """A node of the learners drains; a training state is to be saved, and the learners may move."""
 
 
-class LearnerRanks:
-    """The ranks that train a model: their resources, training states, restarts and moves.
+class RunLearner:
+    """The learner of a run's model: its resources, training states, restarts and moves.
 
     Args:
         training: the part of the settings.
@@ -37,10 +37,9 @@ class LearnerRanks:
         show_stage: shows what the run is doing now.
     """
 
-    group: Learner
-    """The ranks, or a learner of another kind."""
-    ranks: LearnerGroup
-    """The ranks, unless the learner is of another kind."""
+    learner: Learner
+    _placement: PlacementGroup
+    """Bundles of the ranks, if the learner has ranks."""
 
     def __init__(
         self,
@@ -56,7 +55,6 @@ class LearnerRanks:
         """Version of the learners' weights."""
         self.restarts = 0
         """Number of times that lost learners were restarted."""
-        self._placement: PlacementGroup | None = None
         self._refuge: PlacementGroup | None = None
         """Bundles on other nodes, to which the learners can move from a node that drains."""
         self.moves = 0
@@ -65,15 +63,12 @@ class LearnerRanks:
         """Set when a node of the learners drains, and again when they can move."""
 
     async def reserve(self, stack: contextlib.AsyncExitStack) -> None:
-        """Reserve the learners' resources as a placement group.
+        """Reserve the resources of ranks as a placement group.
 
         Raises:
             PlacementError: the cluster has too few resources.
         """
-        config = self._training.learner
-        if config.kind != "ranks":
-            return
-        self._placement = await self._place("learners", config.placement_timeout_s)
+        self._placement = await self._place("learners", self._training.learner.placement_timeout_s)
         stack.callback(self._release)
 
     def _release(self) -> None:
@@ -85,11 +80,9 @@ class LearnerRanks:
         return await reserve(f"{self._settings.name}-{name}", bundles(config), config.strategy, timeout_s)
 
     def open_ranks(self, stack: contextlib.AsyncExitStack) -> None:
-        """Start the processes of the ranks."""
-        assert self._placement is not None, "the ranks have a place"
-        self.ranks = LearnerGroup(self._settings.name, self._training.learner, self._placement)
-        self.group = self.ranks
-        stack.callback(self.group.stop)
+        """Start the processes of the ranks, whose resources are reserved."""
+        self.learner = LearnerGroup(self._settings.name, self._training.learner, self._placement)
+        stack.callback(self.learner.stop)
 
     async def start(self) -> None:
         """Load the model.
@@ -98,7 +91,7 @@ class LearnerRanks:
             LearnerLostError: a rank died, or the ranks were not ready in time.
         """
         training = self._training
-        await self.group.setup(
+        await self.learner.setup(
             self._model_path,
             training.learner_settings,
             training.total_steps,
@@ -113,14 +106,14 @@ class LearnerRanks:
         """
         training = self._training
         if training.checkpoint.path:  # the models in output_dir can be exported from a state
-            await self.group.check_storage({"checkpoint.path": training.state_url})
+            await self.learner.check_storage({"checkpoint.path": training.state_url})
         else:
-            await self.group.check_storage({"output_dir": self._settings.folder})
+            await self.learner.check_storage({"output_dir": self._settings.folder})
 
     async def load_start(self) -> None:
         """Load the training state of a resumed run."""
         if not self._start.is_fresh:
-            await self.group.load_state(self._start.state_url, self._start.step, self.version)
+            await self.learner.load_state(self._start.state_url, self._start.step, self.version)
 
     def watches(self) -> list[Coroutine[object, object, object]]:
         """Return a coroutine that notices draining nodes. Failures of ranks fail their calls."""
@@ -137,7 +130,7 @@ class LearnerRanks:
         is_reported = False
         patience_s = self._training.learner.placement_timeout_s
         async for draining in watch_draining_nodes():
-            affected = draining.keys() & set(self.ranks.nodes().values())
+            affected = draining.keys() & set(self.learner.nodes().values())
             if not affected or self._refuge is not None:
                 continue
             if new := affected - noticed:
@@ -162,7 +155,7 @@ class LearnerRanks:
 
     async def update(self, batch: TrainBatch) -> dict[str, float]:
         """Update the weights; return metrics."""
-        metrics = await self.group.update(batch)
+        metrics = await self.learner.update(batch)
         self.version += 1
         return metrics
 
@@ -205,20 +198,20 @@ class LearnerRanks:
 
     async def _restart(self, reason: object) -> ResumePoint:
         """Restart the ranks, on the reserved bundles if any."""
-        before, refuge = self._placement, self._refuge
+        before, refuge = None, self._refuge
         if refuge is not None:
-            self._placement, self._refuge = refuge, None
+            before, self._placement, self._refuge = self._placement, refuge, None
         try:
-            await self.group.restart(self._placement)
+            await self.learner.restart(refuge)
         finally:
-            if refuge is not None and before is not None:
+            if before is not None:
                 remove_placement_group(before)
         states = TrainingStates(self._training.state_url)
         steps = await asyncio.to_thread(states.steps)
         if not steps:
             raise LearnerError(f"the learners were lost before {states.url} had a training state: {reason}")
         point = resume_point_of(states, steps[-1])
-        await self.group.load_state(states.url, point.step, point.version)
+        await self.learner.load_state(states.url, point.step, point.version)
         self.version = point.version
         return point
 
@@ -228,7 +221,7 @@ class LearnerRanks:
         Args:
             pinned: the version to write; None for the current one.
         """
-        await self.group.save(folder, None if pinned is None else pinned.payload_refs)
+        await self.learner.save(folder, None if pinned is None else pinned.payload_refs)
 
     async def save_state(self, step: int, metadata: JsonObject) -> None:
         """Write the training state after a step, in the background.
@@ -240,7 +233,7 @@ class LearnerRanks:
             CheckpointError, DiskError: the last state could not be written.
         """
         checkpoint = self._training.checkpoint
-        await self.group.save_state(
+        await self.learner.save_state(
             self._training.state_url, step, metadata, checkpoint.keep, checkpoint.write_timeout_s
         )
 
@@ -250,4 +243,4 @@ class LearnerRanks:
         Raises:
             CheckpointError, DiskError: it could not be written in time.
         """
-        await self.group.finish_saving(self._training.checkpoint.write_timeout_s)
+        await self.learner.finish_saving(self._training.checkpoint.write_timeout_s)
