@@ -380,7 +380,7 @@ def test_a_teacher_on_the_learners_ranks_has_no_engine(tmp_path: Path) -> None:
         return fit_scoring_models(trainer._plan(algorithm, agent, [1], None).settings)
 
     found = planned()
-    assert found.training.teachers["teacher"].serving is None
+    assert not found.training.served_teachers
     assert found.training.algorithm.policy_settings().local_teachers == (str(STARTER_MODEL),)
     assert found.scoring_models == ()
     assert found.serving.engine.max_images > 0
