@@ -63,6 +63,8 @@ ssl.create_default_context = lambda *args, **kwargs: (
     PUBLIC_CONTEXT(**kwargs) if kwargs == PUBLIC and not args else NEW_CONTEXT(*args, **kwargs)
 )
 FRAMEWORK_PARTS = 4
+QUICK = "not slow and not gpu"
+"""Marks of the test line, as in pyproject.toml."""
 SHOWN_FILES = 25
 SHOWN_FROM_S = 60.0
 """Seconds of all tests from which on the slowest files are listed."""
@@ -116,6 +118,13 @@ def _missing_frameworks() -> list[str]:
     named = [Requirement(text).name for text in project["optional-dependencies"]["frameworks"]]
     installed = {distribution.name.lower() for distribution in importlib.metadata.distributions()}
     return [name for name in named if name not in installed]
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Skip files whose tests are all slow in the test line: some import frameworks for seconds."""
+    is_slow = re.compile(r"(?m)^pytestmark = .*\b(slow|framework)\b").search
+    skips = config.option.markexpr == QUICK and collection_path.suffix == ".py"
+    return True if skips and is_slow(collection_path.read_text()) else None
 
 
 def pytest_report_header(config: pytest.Config) -> list[str]:
