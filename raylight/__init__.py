@@ -142,7 +142,7 @@ _PACKAGE_EXPORTS = {
         "tasks.stream": ("Stream",),
     },
     "traces": {
-        "traces.adapters": ("TraceAdapter",),
+        "traces.trace_adapter": ("TraceAdapter",),
         "traces.agent_framework": ("AgentFrameworkTracer",),
         "traces.reward_spans": ("get_rewards_from_span", "is_reward_span"),
         "traces.tracer": ("Tracer", "get_active_tracer"),

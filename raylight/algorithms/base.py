@@ -11,7 +11,7 @@ from typing import Any, ClassVar, Protocol
 from raylight.agent.resources import NamedResources
 from raylight.errors import ConfigError
 from raylight.store.client import StoreClient
-from raylight.traces.adapters import TraceAdapter
+from raylight.traces.trace_adapter import TraceAdapter
 from raylight.types import FinishedRollout, JsonObject
 
 

@@ -290,7 +290,7 @@ def evaluate(
     import raylight as rl
     from raylight.benchmarks.agent import BenchmarkAgent
     from raylight.benchmarks.catalogue import find_benchmark, print_catalogue, print_published
-    from raylight.benchmarks.rows import read_rows
+    from raylight.benchmarks.data_sets import read_rows
     from raylight.errors import ConfigError
     from raylight.trainer.output.displays.tables import print_comparison
     from raylight.trainer.output.eval_comparison import read_evaluation

@@ -23,7 +23,7 @@ def is_harbor_task(task: object) -> bool:
 
 
 async def describe_harbor_task(row: JsonObject, spec: SandboxSpec) -> HarnessTask:
-    """Return the demands of a row of `HarborTasks`.
+    """Return the requirements of a row of `HarborTasks`.
 
     An image that its Dockerfile describes is built, which the sandbox's tool does once for each machine.
 
@@ -56,12 +56,12 @@ class HarborRun:
         """Rewards of the steps that have ended."""
 
     async def describe(self) -> HarnessTask:
-        """Return the demands of the first step."""
-        place = await _place(self._spec, self._task, self._task.environment)
-        return replace(self._demands(), sandbox=place, prepare=self._prepare)
+        """Return the requirements of the first step."""
+        place = await _sandbox_for(self._spec, self._task, self._task.environment)
+        return replace(self._requirements(), sandbox=place, prepare=self._prepare)
 
-    def _demands(self) -> HarnessTask:
-        """Return the demands of the next step, whose paths are not known."""
+    def _requirements(self) -> HarnessTask:
+        """Return the requirements of the next step, whose paths are not known."""
         step, attempt = self._step(), self._attempts[len(self._rewards)]
         return HarnessTask(
             prompt=step.instruction,
@@ -84,8 +84,8 @@ class HarborRun:
 
     def _placed(self, sandbox: Sandbox, workdir: str) -> HarnessTask:
         prompt = self._attempts[len(self._rewards)].prompt(sandbox)
-        # a sandbox in the demands keeps the files of the agent apart from the runner's
-        return replace(self._demands(), sandbox=self._spec, cwd=workdir, prompt=prompt)
+        # a sandbox in the requirements keeps the files of the agent apart from the runner's
+        return replace(self._requirements(), sandbox=self._spec, cwd=workdir, prompt=prompt)
 
     async def _score(self, sandbox: Sandbox) -> float | dict[str, float]:
         attempt, environment = self._attempts[len(self._rewards)], self._task.tests_environment
@@ -93,7 +93,7 @@ class HarborRun:
             self._rewards.append(await attempt.judge(sandbox))
         else:
             async with contextlib.AsyncExitStack() as stack:
-                tests_sandbox = (await _place(self._spec, self._task, environment)).create()
+                tests_sandbox = (await _sandbox_for(self._spec, self._task, environment)).create()
                 stack.push_async_callback(tests_sandbox.stop)
                 await tests_sandbox.start()
                 self._rewards.append(await attempt.judge(sandbox, tests_sandbox))
@@ -112,7 +112,7 @@ class HarborRun:
         return await self._begin(sandbox)
 
 
-async def _place(spec: SandboxSpec, task: HarborTask, environment: TaskEnvironment) -> SandboxSpec:
+async def _sandbox_for(spec: SandboxSpec, task: HarborTask, environment: TaskEnvironment) -> SandboxSpec:
     backend = spec.backend_class()
     limits = replace(spec.limits, network=spec.limits.network and environment.network)
     # without images, a limit would hold for the address space of each process, of which many reserve more

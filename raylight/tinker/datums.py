@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from raylight.http.errors import RequestError
-from raylight.tinker.losses import LOSSES, RATIO_MASK, REFUSED, TARGETS
+from raylight.tinker.tinker_losses import LOSSES, RATIO_MASK, REFUSED, TARGETS
 
 
 @dataclass(frozen=True, eq=False)

@@ -18,9 +18,9 @@ from raylight.experience.batches.token_budgets import plan_micro_batches
 from raylight.learner.model.adapter import check_adapter, peft_config
 from raylight.learner.tokens.response_logprobs import LogprobHead, TargetTokens
 from raylight.tinker.datums import Batch, Datum
-from raylight.tinker.losses import LOSSES, ROWS, TARGETS
 from raylight.tinker.models import RESTARTED
 from raylight.tinker.requests import AdamParams, LoraSpec
+from raylight.tinker.tinker_losses import LOSSES, ROWS, TARGETS
 
 ALPHA = 32.0
 """Scale of every adapter, which is multiplied by `ALPHA / rank`, as Tinker's."""

@@ -21,7 +21,7 @@ from raylight.config import EngineConfig, LearnerConfig
 from raylight.errors import ConfigError, EngineStartError, LearnerLostError
 from raylight.http.slow_clients import ImpatientProtocol
 from raylight.serving.local_endpoint import ThreadServer, listen
-from raylight.tinker.losses import SUBSTITUTES
+from raylight.tinker.tinker_losses import SUBSTITUTES
 from raylight.trainer.cluster_fit.hardware import ClusterFacts, count_parameters, fit_engine, share_cores
 from raylight.trainer.components.serving import Serving
 from raylight.trainer.ray_session.blocking import run_blocking

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from raylight.http.errors import RequestError
-from raylight.tinker.losses import REFUSED, STABLE_REINFORCE
+from raylight.tinker.tinker_losses import REFUSED, STABLE_REINFORCE
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from tinker.proto import tinker_public_pb2 as pb
 
 from raylight.http.errors import RequestError
 from raylight.tinker.datums import Datum
-from raylight.tinker.losses import TARGETS
+from raylight.tinker.tinker_losses import TARGETS
 
 PROTOBUF = "application/x-protobuf"
 """Content type of the messages."""

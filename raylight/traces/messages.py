@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from typing import Any, TypedDict
 
 from raylight.semconv import CALL_ID, INPUT_MESSAGES, OUTPUT_MESSAGES, TOOL_DEFINITIONS
-from raylight.traces.adapters import TraceAdapter
 from raylight.traces.attributes import (
     WEAVE_INPUT,
     WEAVE_OUTPUT,
@@ -19,6 +18,7 @@ from raylight.traces.attributes import (
     unflatten,
     unflatten_list,
 )
+from raylight.traces.trace_adapter import TraceAdapter
 from raylight.types import JsonObject, Message, Span
 
 SYSTEM_INSTRUCTIONS = "gen_ai.system_instructions"

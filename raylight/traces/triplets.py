@@ -19,7 +19,6 @@ from raylight.semconv import (
     REWARD_PREFIX,
     WEIGHT_VERSIONS,
 )
-from raylight.traces.adapters import TraceAdapter
 from raylight.traces.attributes import (
     WEAVE_INPUT,
     WEAVE_OUTPUT,
@@ -33,6 +32,7 @@ from raylight.traces.attributes import (
 from raylight.traces.messages import image_urls, read_call, recorded_messages
 from raylight.traces.reward_spans import get_reward_value
 from raylight.traces.span_tree import SpanNode, SpanTree
+from raylight.traces.trace_adapter import TraceAdapter
 from raylight.traces.trained_agents import AgentFilter
 from raylight.types import JsonObject, Span, Triplet
 

@@ -27,7 +27,7 @@ from raylight.errors import ConfigError
 from raylight.runner.actor import RunnerPayload
 from raylight.store.client import StoreClient
 from raylight.tasks.datasets import DevTaskLoader
-from raylight.traces.adapters import TraceAdapter
+from raylight.traces.trace_adapter import TraceAdapter
 from raylight.traces.tracer import OtelTracer, Tracer
 from raylight.traces.triplets import TracerTraceToTriplet
 from raylight.trainer.launch import Work, evaluating, launched, short_errors, show_summary

@@ -51,7 +51,7 @@ class WeightPublisher:
         self.snapshot_version = -1
         """Version of the weights in the snapshot; -1 if there is none."""
         # a separate stream does not wait for the kernels of an update
-        apart = settings.beside_updates and torch.cuda.is_available()
+        apart = settings.during_updates and torch.cuda.is_available()
         self._stream = torch.cuda.Stream() if apart else None
         self._client = SenderClient(settings)
         self._sender: WeightSender | None = None

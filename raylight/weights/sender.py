@@ -25,7 +25,7 @@ class PublicationSettings:
         timeout_s: time that a version may take to reach all replicas.
         replacement_timeout_s: further time while no replica is left.
         coordinator: handle of the coordinator's actor.
-        beside_updates: weights are sent from a snapshot, while the learners' next update runs.
+        during_updates: weights are sent from a snapshot, while the learners' next update runs.
     """
 
     transport: str
@@ -34,7 +34,7 @@ class PublicationSettings:
     timeout_s: float
     replacement_timeout_s: float
     coordinator: Any
-    beside_updates: bool = False
+    during_updates: bool = False
 
     @property
     def limit_s(self) -> float:

@@ -34,7 +34,7 @@ class Transport:
         receiver: dotted name of the side of engines other than vLLM, which is called without arguments and
             returns a `WeightReceiver`. None: only vLLM can receive.
         needs_gpu: True if learners and engines must have GPUs.
-        beside_updates: True if the learners' side uses no connections of their updates, and can send a
+        during_updates: True if the learners' side uses no connections of their updates, and can send a
             snapshot meanwhile.
     """
 
@@ -42,7 +42,7 @@ class Transport:
     backend: str
     receiver: str | None = None
     needs_gpu: bool = True
-    beside_updates: bool = True
+    during_updates: bool = True
 
 
 TRANSPORTS: dict[str, Transport] = {
@@ -54,9 +54,9 @@ TRANSPORTS: dict[str, Transport] = {
     ),
     "nccl": Transport("raylight.weights.vllm_senders:open_nccl", "nccl"),
     # vLLM's side of these two exchanges handles over the learners' default group
-    "ipc": Transport("raylight.weights.vllm_senders:open_ipc", "ipc", beside_updates=False),
+    "ipc": Transport("raylight.weights.vllm_senders:open_ipc", "ipc", during_updates=False),
     "sharded_rdt": Transport(
-        "raylight.weights.vllm_senders:open_sharded_rdt", "sharded_rdt", beside_updates=False
+        "raylight.weights.vllm_senders:open_sharded_rdt", "sharded_rdt", during_updates=False
     ),
 }
 
@@ -83,14 +83,14 @@ def find_transport(name: str) -> Transport:
 
 
 def choose_transport(
-    engine: EngineConfig, learner: LearnerConfig, workers: int, beside_updates: bool = False
+    engine: EngineConfig, learner: LearnerConfig, workers: int, during_updates: bool = False
 ) -> str:
     """Resolve `engine.weight_transfer` to the name of a transport that engines and learners support.
 
     Args:
         engine: its `kind` is resolved already.
         workers: most workers that all replicas may have.
-        beside_updates: weights are sent while the next update runs.
+        during_updates: weights are sent while the next update runs.
 
     Raises:
         ConfigError: the transport is unknown, or does not fit engine or learners.
@@ -98,7 +98,7 @@ def choose_transport(
     name, on_gpus = engine.weight_transfer, bool(engine.num_gpus and learner.num_gpus)
     if name == "auto":
         name = _fastest(engine, learner, workers) if engine.kind == "vllm" and on_gpus else "gloo"
-        return "gloo" if beside_updates and not TRANSPORTS[name].beside_updates else name
+        return "gloo" if during_updates and not TRANSPORTS[name].during_updates else name
     transport = find_transport(name)
     if engine.kind != "vllm" and transport.receiver is None:
         raise ConfigError(
@@ -110,7 +110,7 @@ def choose_transport(
             f"{WHERE}={name!r} needs GPUs on both sides: engine.num_gpus is {engine.num_gpus:g} and "
             f"learner.num_gpus is {learner.num_gpus:g}; leave it out, or set it to 'gloo'"
         )
-    if beside_updates and not transport.beside_updates:
+    if during_updates and not transport.during_updates:
         raise ConfigError(
             f"{WHERE}={name!r} cannot send weights during updates, as max_staleness needs; leave it out, "
             "or set max_staleness=0"

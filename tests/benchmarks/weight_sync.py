@@ -92,7 +92,7 @@ async def publish(planned: Any, report: Any, publications: int, beside: bool) ->
     rows: list[dict[str, Any]] = []
     async with planned.components(report.stage, True) as run:
         learners = run.learners
-        settings = dataclasses.replace(learners.publications._settings, beside_updates=beside)
+        settings = dataclasses.replace(learners.publications._settings, during_updates=beside)
         learners.publications._settings = settings
         compare = learners.publications.check_parity
 

@@ -86,7 +86,7 @@ async def publishing(
     async with served(folder, replicas=2, num_cpus=0) as model, gang(config, GatedLearner) as learners:
         engine = EngineConfig(kind="transformers", replicas=2, weight_transfer="gloo", start_timeout_s=120)
         publications = Publications(
-            learners, model.coordinator, engine, TIMEOUT_S, probe=IDS, tolerance=1e-5, beside_updates=beside
+            learners, model.coordinator, engine, TIMEOUT_S, probe=IDS, tolerance=1e-5, during_updates=beside
         )
         await learners.update(make_batch())
         await publications.publish(1)

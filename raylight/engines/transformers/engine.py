@@ -29,8 +29,8 @@ from raylight.engines.transformers.sequence import Choices, Sequence
 from raylight.engines.transformers.text import TextStream, Vocabulary
 from raylight.engines.transformers.worker import CLOSED, EngineWorker
 from raylight.errors import ConfigError, WeightSyncError
-from raylight.http.bounds import check_answer_size
 from raylight.http.errors import ContextLengthError, RequestError
+from raylight.http.field_bounds import check_answer_size
 from raylight.images.image import Image
 from raylight.images.model_inputs import ModelImages
 from raylight.types import TopLogprobs

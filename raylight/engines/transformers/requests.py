@@ -10,8 +10,8 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 
 from raylight.engines.transformers.sampling import SamplingParams
 from raylight.http.body import invalid_body, without_labels
-from raylight.http.bounds import check_bounds
 from raylight.http.errors import RequestError
+from raylight.http.field_bounds import check_bounds
 from raylight.types import JsonObject
 from raylight.types.chat_messages import is_reasoning, reasoning_of
 from raylight.types.request_fields import log_dropped
@@ -69,7 +69,7 @@ class ResponseFormat(Body):
 
 
 class SamplingBody(Body):
-    """Fields that chat and completions have in common. `raylight.http.bounds` has their bounds."""
+    """Fields that chat and completions have in common. `raylight.http.field_bounds` has their bounds."""
 
     model: str
     max_tokens: int | None = None

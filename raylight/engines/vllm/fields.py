@@ -15,8 +15,8 @@ from vllm.entrypoints.openai.completion.protocol import CompletionRequest
 from raylight.engines.vllm.images import take_images
 from raylight.engines.vllm.schemas import SchemaCheck, constraining_schemas
 from raylight.http.body import DESCRIBED_PROBLEMS, UNKNOWN_PARAMETER, ignore_hint
-from raylight.http.bounds import check_answer_size
 from raylight.http.errors import RequestError, error_response
+from raylight.http.field_bounds import check_answer_size
 from raylight.http.request import JsonRequest, json_request
 from raylight.types.chat_messages import INVALID_JSON, arguments_for_template
 from raylight.types.request_fields import LABELS, log_dropped

@@ -211,7 +211,7 @@ class LearnerActor:
             settings: the same in every call.
         """
         publisher = self._open_publisher(settings)
-        held = publisher.snapshot_version if settings.beside_updates else self._policy.version
+        held = publisher.snapshot_version if settings.during_updates else self._policy.version
         if version != held:
             raise WeightSyncError(f"version {version} cannot be published: the learners hold version {held}")
         publisher.publish(version, token)

@@ -183,7 +183,7 @@ class LearnerGroup(Learner):
             settings,
             timeout_setting="sync_timeout_s",
             limit=settings.limit_s,
-            group=SENDING_GROUP if settings.beside_updates else None,
+            group=SENDING_GROUP if settings.during_updates else None,
         )
 
     async def export_adapter(self, model: str = "") -> tuple[int, LoraAdapter]:

@@ -31,8 +31,8 @@ from raylight.engines.capture_context import (
 from raylight.engines.protocol import PROMPT_IDS, Engine
 from raylight.errors import UnknownIdError
 from raylight.experience.trajectories.off_policy import NEUTRAL, off_policy_parameters
-from raylight.http.bounds import MAX_CHOICES
 from raylight.http.errors import RequestError, error_response
+from raylight.http.field_bounds import MAX_CHOICES
 from raylight.http.request import JsonRequest, json_request
 from raylight.serving.capture.attempt_limits import CallBudgets, FinishedAttempts
 from raylight.serving.capture.captured_request import CapturedRequest

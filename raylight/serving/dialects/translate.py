@@ -20,8 +20,8 @@ from starlette.types import Scope as AsgiScope
 from raylight._utils.aio import cancel_all, pause
 from raylight.engines.capture_context import SCOPE
 from raylight.engines.families import template_of
-from raylight.http.bounds import check_bounds
 from raylight.http.errors import RequestError, find_error, read_error
+from raylight.http.field_bounds import check_bounds
 from raylight.http.request import JsonRequest, json_request
 from raylight.http.sse import SseReader, is_event_stream, sse_bytes
 from raylight.serving.dialects.answers import DONE, decode_json

@@ -64,7 +64,7 @@ class Learners(RunLearner):
             fixed=algorithm.untrained_models,
             probe=() if kind == "simulated" else probe,
             tolerance=algorithm.max_logprob_mismatch,
-            beside_updates=algorithm.max_staleness > 0 and kind != "local",  # whose engine has the weights
+            during_updates=algorithm.max_staleness > 0 and kind != "local",  # whose engine has the weights
         )
         serving_joined = asyncio.create_task(self.publications.serve_joined(lambda: self.version))
         stack.push_async_callback(cancel_all, [serving_joined])

@@ -99,7 +99,7 @@ class ServedOpponents:
     async def _serve(self, step: int, version: int, adapter: LoraAdapter) -> None:
         again = f"-{self._releases}" if self._releases else ""  # engines take no version of a name twice
         name = f"{MODEL_NAME}@opponent-{step}{again}"
-        await self._publications.serve_beside(name, version, adapter)
+        await self._publications.pin_adapter(name, version, adapter)
         self._served[step] = name
 
     def _write(self, step: int, adapter: LoraAdapter) -> None:

@@ -56,7 +56,7 @@ class Publications:
         fixed: adapters that are published at the start only.
         probe: token ids whose log-probs are compared; empty if the learners do not own the weights.
         tolerance: limit of the mean difference of log-probs.
-        beside_updates: updates may begin while weights are sent.
+        during_updates: updates may begin while weights are sent.
     """
 
     def __init__(
@@ -70,7 +70,7 @@ class Publications:
         fixed: Collection[str] = (),
         probe: Sequence[int],
         tolerance: float,
-        beside_updates: bool = False,
+        during_updates: bool = False,
     ) -> None:
         self._learners, self._replicas, self._engine = learners, replicas, engine
         self._adapters, self._fixed, self._probe = adapters, frozenset(fixed), list(probe)
@@ -82,7 +82,7 @@ class Publications:
             timeout_s=timeout_s,
             replacement_timeout_s=engine.start_timeout_s,
             coordinator=replicas.handle,
-            beside_updates=beside_updates,
+            during_updates=during_updates,
         )
         self.published = 0
         """Last version that was published."""
@@ -120,7 +120,7 @@ class Publications:
             await learners.enter_async_context(self.learners_busy)
             async with self._sending:
                 payload_refs, logprobs = await self._read(version)
-                if self._settings.beside_updates:
+                if self._settings.during_updates:
                     await learners.aclose()
                 probed: dict[str, dict[str, list[float]]] = {}
                 if version > self.published:
@@ -174,9 +174,9 @@ class Publications:
     async def _read(self, version: int) -> tuple[AdapterRefs, dict[str, list[float]]]:
         """Read what is sent later: the adapters, or a snapshot. Return references to the adapters, and the
         learners' log-probs of the probe if an update may begin before the comparison."""
-        beside, timeout = self._settings.beside_updates, self._settings.timeout_s
+        during, timeout = self._settings.during_updates, self._settings.timeout_s
         if not self._adapters:
-            if not beside:
+            if not during:
                 return {}, {}
             self._snapshot = 0
             logprobs = await self._learners.take_snapshot(self._probe, self._settings)
@@ -190,7 +190,7 @@ class Publications:
             raise WeightSyncError(
                 f"the learners did not export their adapter within {timeout:g} s; raise sync_timeout_s"
             ) from None
-        return payload_refs, {name: await self._learners_logprobs(name) for name in names if beside}
+        return payload_refs, {name: await self._learners_logprobs(name) for name in names if during}
 
     async def _send(
         self, version: int, payload_refs: AdapterRefs, logprobs: dict[str, list[float]]
@@ -281,7 +281,7 @@ class Publications:
         (payload_ref,) = self._payload_refs.values()
         return await payload_ref
 
-    async def serve_beside(self, name: str, version: int, adapter: LoraAdapter) -> None:
+    async def pin_adapter(self, name: str, version: int, adapter: LoraAdapter) -> None:
         """Have all replicas serve an adapter under a separate name, until `stop_serving`.
 
         Raises:
@@ -290,7 +290,7 @@ class Publications:
         await self._replicas.pin(name, version, [ray.put(adapter)], self._settings.timeout_s)
 
     async def stop_serving(self, name: str) -> None:
-        """Have the replicas drop an adapter of `serve_beside`.
+        """Have the replicas drop an adapter of `pin_adapter`.
 
         Raises:
             WeightSyncError: no replica did so in time.
@@ -363,16 +363,16 @@ class Publications:
             held: returns the version that the learners hold.
         """
         unreachable: frozenset[str] = frozenset()
-        beside = self._settings.beside_updates
+        during = self._settings.during_updates
 
         def is_due() -> bool:
             joined = bool(self._replicas.lacking - unreachable)
-            sendable = self._snapshot if beside else held()
+            sendable = self._snapshot if during else held()
             return joined and self._failure is None and 0 < sendable == self.published
 
         while True:
             await self._replicas.changed.wait_for(is_due)
-            async with contextlib.nullcontext() if beside else self.learners_busy, self._sending:
+            async with contextlib.nullcontext() if during else self.learners_busy, self._sending:
                 if not is_due():
                     continue
                 joined = self._replicas.lacking

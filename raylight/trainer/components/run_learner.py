@@ -55,7 +55,7 @@ class RunLearner:
         """Version of the learners' weights."""
         self.restarts = 0
         """Number of times that lost learners were restarted."""
-        self._refuge: PlacementGroup | None = None
+        self._standby_group: PlacementGroup | None = None
         """Bundles on other nodes, to which the learners can move from a node that drains."""
         self.moves = 0
         """Number of times that the learners moved from a node that drains."""
@@ -72,7 +72,7 @@ class RunLearner:
         stack.callback(self._release)
 
     def _release(self) -> None:
-        for placement in filter(None, (self._placement, self._refuge)):
+        for placement in filter(None, (self._placement, self._standby_group)):
             remove_placement_group(placement)
 
     async def _place(self, name: str, timeout_s: float) -> PlacementGroup:
@@ -131,7 +131,7 @@ class RunLearner:
         patience_s = self._training.learner.placement_timeout_s
         async for draining in watch_draining_nodes():
             affected = draining.keys() & set(self.learner.nodes().values())
-            if not affected or self._refuge is not None:
+            if not affected or self._standby_group is not None:
                 continue
             if new := affected - noticed:
                 noticed |= new
@@ -142,7 +142,7 @@ class RunLearner:
             remaining_s = min((s for node in affected if (s := draining[node]) is not None), default=math.inf)
             try:
                 name = f"learners-{self.moves + 1}"
-                self._refuge = await self._place(name, min(patience_s, max(remaining_s, 1.0)))
+                self._standby_group = await self._place(name, min(patience_s, max(remaining_s, 1.0)))
             except PlacementError as error:
                 if not is_reported:
                     is_reported = True
@@ -179,7 +179,7 @@ class RunLearner:
     @property
     def can_move(self) -> bool:
         """True if the learners are on a node that drains, and others have room."""
-        return self._refuge is not None
+        return self._standby_group is not None
 
     async def wait_for_drain(self) -> NoReturn:
         """Raise NodeDrains as soon as `drain_noticed` is set."""
@@ -198,11 +198,11 @@ class RunLearner:
 
     async def _restart(self, reason: object) -> ResumePoint:
         """Restart the ranks, on the reserved bundles if any."""
-        before, refuge = None, self._refuge
-        if refuge is not None:
-            before, self._placement, self._refuge = self._placement, refuge, None
+        before, standby = None, self._standby_group
+        if standby is not None:
+            before, self._placement, self._standby_group = self._placement, standby, None
         try:
-            await self.learner.restart(refuge)
+            await self.learner.restart(standby)
         finally:
             if before is not None:
                 remove_placement_group(before)

@@ -102,7 +102,7 @@ class PolicyLoop(StepLoop):
         self._ledger = Ledger()
         if not start.starts_new_lineage:
             self._ledger.load_state_dict(start.ledger)
-        self._beside = PinnedEvaluation(self._evaluator, self._learners.publications, report)
+        self._concurrent_eval = PinnedEvaluation(self._evaluator, self._learners.publications, report)
         self._cut_off: int | None = (start.evaluation or {}).get("beside")
         """Step of an evaluation that was in progress during training when the starting point was saved."""
         self._opponents: ServedOpponents | None = None
@@ -131,7 +131,7 @@ class PolicyLoop(StepLoop):
 
     async def _take_step(self, step: int) -> None:
         await self._resume_evaluation()
-        if self._beside.has_ended:
+        if self._concurrent_eval.has_ended:
             await self._end_evaluation()
         is_new, samples_next = step > self._reported, not self._groups.is_recorded(step + 1)
         if step > self._total or (is_new and self._stop_reason is not None):
@@ -239,14 +239,14 @@ class PolicyLoop(StepLoop):
         goes on meanwhile."""
         if not self._learners.pins:
             return await self._until_failure(self._evaluator.evaluate(step))
-        if self._beside.step is not None:
+        if self._concurrent_eval.step is not None:
             await self._end_evaluation()
-        await self._until_failure(self._beside.begin(step))
+        await self._until_failure(self._concurrent_eval.begin(step))
         return {}
 
     async def _end_evaluation(self) -> None:
         """Wait for the evaluation during training, and report it."""
-        await self._until_failure(self._beside.end(max(self._reported, 0)))
+        await self._until_failure(self._concurrent_eval.end(max(self._reported, 0)))
         self._evaluated = self._evaluator.state_dict()
 
     async def _resume_evaluation(self) -> None:
@@ -275,7 +275,7 @@ class PolicyLoop(StepLoop):
             yield
         finally:
             publications = [self._publication] if self._publication else []
-            await cancel_all([*publications, *self._beside.tasks])
+            await cancel_all([*publications, *self._concurrent_eval.tasks])
 
     @property
     def _is_asynchronous(self) -> bool:
@@ -341,7 +341,7 @@ class PolicyLoop(StepLoop):
         """Write the model to `checkpoint/`, when the engines have its weights too."""
         if self._publication is not None:
             await self._until_failure(self._publication)
-        if self._beside.step is not None:
+        if self._concurrent_eval.step is not None:
             await self._end_evaluation()
         await super()._finish()
 
@@ -351,7 +351,7 @@ class PolicyLoop(StepLoop):
             "tasks": self._groups.sampler_state(),
             "observed_step": self._groups.observed_step,
             "steps_without_signal": self._steps_without_signal,
-            "evaluation": self._evaluator.state_dict() | {"beside": self._beside.step},
+            "evaluation": self._evaluator.state_dict() | {"beside": self._concurrent_eval.step},
             "ledger": self._ledger.state_dict(),
             "opponents": {} if self._opponents is None else self._opponents.pool.state_dict(),
         }

@@ -15,7 +15,7 @@ from raylight.algorithms.decorator import FunctionalAlgorithm, algo
 from raylight.errors import ConfigError
 from raylight.store.client import StoreClient
 from raylight.store.service import StoreService
-from raylight.traces.adapters import TraceAdapter
+from raylight.traces.trace_adapter import TraceAdapter
 from raylight.types import Span
 
 

@@ -15,7 +15,7 @@ from raylight.errors import ConfigError, DatasetError
 from raylight.semconv import ANNOTATION, reward_attributes
 from raylight.store.client import StoreClient
 from raylight.store.service import StoreService
-from raylight.traces.adapters import TraceAdapter
+from raylight.traces.trace_adapter import TraceAdapter
 from raylight.types import EnqueueRolloutRequest, Failure, Rollout, RolloutConfig, Span
 
 Agent = Callable[[Rollout], float | Failure | None]

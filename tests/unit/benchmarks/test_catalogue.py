@@ -13,7 +13,7 @@ from raylight.agent.resources import LLM
 from raylight.benchmarks import agent as agent_module
 from raylight.benchmarks.agent import BenchmarkAgent
 from raylight.benchmarks.catalogue import BENCHMARKS, find_benchmark, print_catalogue, print_published
-from raylight.benchmarks.rows import read_rows
+from raylight.benchmarks.data_sets import read_rows
 from raylight.errors import ConfigError, DatasetError, SandboxError
 
 from .test_answers import SAMPLES

@@ -12,8 +12,8 @@ import jsonschema
 import pytest
 
 from raylight.benchmarks.catalogue import BENCHMARKS
+from raylight.benchmarks.data_sets import read_rows
 from raylight.benchmarks.function_calls import score_call, tools_of
-from raylight.benchmarks.rows import read_rows
 
 from .test_answers import SAMPLES
 

@@ -353,7 +353,7 @@ class FakeRun(PolicyComponents):
             await self.learners.publications.served.wait()
         for number in [number for number in self.world.drains_at if number <= finished]:
             if self.world.drains_at.pop(number):
-                self.learners._refuge = "elsewhere"  # type: ignore[assignment]
+                self.learners._standby_group = "elsewhere"  # type: ignore[assignment]
             self.learners.drain_noticed.set()
         if self.world.lost(rollout.rollout_id):
             failure = Failure(kind="infrastructure", error="APIConnectionError: refused")

@@ -53,12 +53,12 @@ def test_the_transport_fits_engine_and_learners(
 
 def test_beside_updates_the_transport_uses_no_connections_of_the_learners() -> None:
     shared = EngineConfig(kind="vllm", num_gpus=0.4)
-    assert choose_transport(shared, LearnerConfig(num_gpus=0.6), 1, beside_updates=True) == "gloo"
+    assert choose_transport(shared, LearnerConfig(num_gpus=0.6), 1, during_updates=True) == "gloo"
     own, learner = EngineConfig(kind="vllm", num_gpus=1), LearnerConfig(num_gpus=1)
-    assert choose_transport(own, learner, 1, beside_updates=True) == "nccl"
+    assert choose_transport(own, learner, 1, during_updates=True) == "nccl"
     pulled = own.model_copy(update={"weight_transfer": "sharded_rdt"})
     with pytest.raises(ConfigError, match="'sharded_rdt' cannot send weights during updates"):
-        choose_transport(pulled, learner, 1, beside_updates=True)
+        choose_transport(pulled, learner, 1, during_updates=True)
 
 
 @pytest.mark.parametrize(

@@ -32,8 +32,8 @@ from raylight import semconv
 from raylight.engines.capture_context import CURRENT, AttemptScope
 from raylight.errors import StoreLostError
 from raylight.experience.trajectories.trajectory import build_trajectories
-from raylight.http.bounds import MAX_CHOICES
 from raylight.http.errors import RequestError
+from raylight.http.field_bounds import MAX_CHOICES
 from raylight.serving.capture import captured_request, middleware, retry_queue
 from raylight.serving.capture.middleware import (
     REMEMBERED_LOADS,

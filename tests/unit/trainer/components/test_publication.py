@@ -169,7 +169,7 @@ class Senders:
                 raise self.failure
         finally:
             self.sending.clear()
-        self.sent.append(self.snapshot if settings.beside_updates else self.weights)
+        self.sent.append(self.snapshot if settings.during_updates else self.weights)
         assert self.sent[-1] == version
         if not token:
             self.replicas.update(Snapshot(1))
@@ -179,7 +179,7 @@ class Senders:
 class Run:
     """A trainer that updates and publishes."""
 
-    def __init__(self, beside_updates: bool) -> None:
+    def __init__(self, during_updates: bool) -> None:
         self.replicas = Replicas()
         self.learners: Any = Senders(self.replicas)
         self.publications = Publications(
@@ -189,7 +189,7 @@ class Run:
             5.0,
             probe=[1, 2, 3],
             tolerance=1e-9,
-            beside_updates=beside_updates,
+            during_updates=during_updates,
         )
 
     async def update(self) -> None:
@@ -199,7 +199,7 @@ class Run:
 
 async def test_an_update_runs_while_the_version_before_is_sent() -> None:
     async with within():
-        run = Run(beside_updates=True)
+        run = Run(during_updates=True)
         await run.update()
         first = asyncio.create_task(run.publications.publish(1))
         await asyncio.sleep(0)
@@ -219,7 +219,7 @@ async def test_an_update_runs_while_the_version_before_is_sent() -> None:
 
 async def test_without_snapshots_an_update_waits_until_the_weights_are_sent() -> None:
     async with within():
-        run = Run(beside_updates=False)
+        run = Run(during_updates=False)
         await run.update()
         publishing = asyncio.create_task(run.publications.publish(1))
         await run.learners.sending.wait()
@@ -234,7 +234,7 @@ async def test_without_snapshots_an_update_waits_until_the_weights_are_sent() ->
 
 async def test_a_joined_replica_gets_the_published_version_while_the_learners_have_a_later_one() -> None:
     async with within():
-        run = Run(beside_updates=True)
+        run = Run(during_updates=True)
         run.learners.may_send.set()
         await run.update()
         await run.publications.publish(1)
@@ -249,7 +249,7 @@ async def test_a_joined_replica_gets_the_published_version_while_the_learners_ha
 
 async def test_restarted_learners_have_no_snapshot_until_they_return_to_the_published_version() -> None:
     async with within():
-        run = Run(beside_updates=True)
+        run = Run(during_updates=True)
         run.learners.may_send.set()
         for version in (1, 2):
             await run.update()
@@ -286,7 +286,7 @@ async def test_a_cancelled_publication_leaves_no_replica_waiting(beside: bool) -
 
 async def test_learners_that_are_lost_while_they_send_end_the_publication() -> None:
     async with within():
-        run = Run(beside_updates=True)
+        run = Run(during_updates=True)
         run.learners.failure = LearnerLostError("a rank died")
         run.learners.may_send.set()
         await run.update()
@@ -386,7 +386,7 @@ async def test_the_adapters_of_several_models_are_published_and_pinned_as_one_ve
         fixed=["judge"],
         probe=[1, 2, 3],
         tolerance=1e-9,
-        beside_updates=beside,
+        during_updates=beside,
     )
     async with within():
         await publications.publish_initial(0, 1.0)

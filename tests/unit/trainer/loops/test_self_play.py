@@ -25,7 +25,7 @@ class DuelPublications(Publications):
     async def published_adapter(self) -> LoraAdapter:
         return LoraAdapter({"weights": self.engines.weights}, {"w": np.zeros(1, np.float32)})
 
-    async def serve_beside(self, name: str, version: int, adapter: LoraAdapter) -> None:
+    async def pin_adapter(self, name: str, version: int, adapter: LoraAdapter) -> None:
         assert name not in self.names, "engines take no name twice"
         self.names.add(name)
         assert adapter.config["weights"] == (self.world.published[version] if version else START)

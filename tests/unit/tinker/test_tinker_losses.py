@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from raylight.tinker.losses import LOSSES, RATIO_MASK, ROWS, SUBSTITUTES
+from raylight.tinker.tinker_losses import LOSSES, RATIO_MASK, ROWS, SUBSTITUTES
 
 LENGTHS = (1, 7, 12, 4)
 Example = dict[str, Tensor]

@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
-from raylight.http.bounds import BOUNDS, MAX_LOGPROBS, Number, check_answer_size, check_bounds
 from raylight.http.errors import RequestError
+from raylight.http.field_bounds import BOUNDS, MAX_LOGPROBS, Number, check_answer_size, check_bounds
 
 NUMBERS = {name: bound for name, bound in BOUNDS.items() if isinstance(bound, Number)}
 EXTREMES: list[Any] = [2**63, 2**64 - 1, -(2**63) - 1, 1e308, -1e308, math.inf, math.nan, True, "3", [1], {}]
