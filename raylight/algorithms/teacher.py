@@ -1,4 +1,4 @@
-"""The teacher of an on-policy distillation."""
+"""Settings of the teacher of on-policy distillation."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tasks that are read when they are needed."""
+"""Task set that reads its tasks lazily, when a sampler draws them."""
 
 from __future__ import annotations
 

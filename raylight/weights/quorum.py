@@ -1,4 +1,4 @@
-"""Live replicas of a coordinator, the order that they are to reach, and the transfer that they receive."""
+"""Replicas of a coordinator that are alive, with their current order and weight transfer."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""HTTP routes of the engine, in OpenAI's dialect."""
+"""Starlette application of the engine `transformers`: OpenAI's chat and completions routes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The chat completions route: messages to a prompt, and choices to messages."""
+"""Route of chat completions: renders messages as a prompt, and parses choices into messages."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The completions route: texts or tokens in, their continuations out."""
+"""Route of completions: samples continuations of texts or tokens."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The model with its key-value cache and adapters: batches of sequences in, logits out."""
+"""Model with key-value cache and LoRA adapters, which computes the logits of batches of sequences."""
 
 from __future__ import annotations
 

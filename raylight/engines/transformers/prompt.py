@@ -1,4 +1,4 @@
-"""Messages and texts to the tokens of a prompt."""
+"""Rendering of messages and texts as prompt tokens, by the model's chat template."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The critic of one rank on verl's FSDP2 engine."""
+"""Value model (critic) of one rank, trained with verl's FSDP2 engine."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The printed form of a memory plan."""
+"""Printed table of a memory plan: bytes of each process by purpose."""
 
 from __future__ import annotations
 

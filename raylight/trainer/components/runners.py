@@ -1,4 +1,4 @@
-"""The runners of a run, or the agents outside it."""
+"""`Runners`: starts and watches the runner pool, or waits for runners in other processes."""
 
 from __future__ import annotations
 
