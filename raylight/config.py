@@ -362,7 +362,7 @@ class LearnerConfig(Config):
     metrics count dropped and truncated rows."""
     packed: bool = False
     """Concatenate the rows of a micro-batch instead of padding them to the longest. If not set: True on a GPU
-    in bfloat16, if all layers of the model keep rows apart without a mask."""
+    in bfloat16, if all layers of the model separate rows without a mask."""
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass instead of storing them. If not set: True on a GPU."""
     param_offload: bool = False

@@ -51,8 +51,8 @@ class WeightPublisher:
         self.snapshot_version = -1
         """Version of the weights in the snapshot; -1 if there is none."""
         # a separate stream does not wait for the kernels of an update
-        apart = settings.during_updates and torch.cuda.is_available()
-        self._stream = torch.cuda.Stream() if apart else None
+        separate = settings.during_updates and torch.cuda.is_available()
+        self._stream = torch.cuda.Stream() if separate else None
         self._client = SenderClient(settings)
         self._sender: WeightSender | None = None
         self._members: list[Member] = []

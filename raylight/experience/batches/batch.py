@@ -60,7 +60,7 @@ class TrainBatch:
     baselines: list[float] | None = None
     """Baseline reward of each rollout, for estimators that do not derive it from the batch (ReMax)."""
     parts: list[tuple[float, ...]] | None = None
-    """Named rewards of each rollout, for an estimator that normalises them apart (GDPO)."""
+    """Named rewards of each rollout, for an estimator that normalises them separately (GDPO)."""
     weights: list[float] | None = None
     """Factor of the advantages of each rollout; None for 1."""
     teacher_logprobs: list[LogprobArray] | None = None

@@ -57,7 +57,7 @@ class BatchOutline:
     groups: list[str]
     baselines: list[float] | None
     parts: list[tuple[float, ...]] | None
-    """Named rewards of each rollout that are normalised apart; None if only `rewards` count."""
+    """Named rewards of each rollout that are normalised separately; None if only `rewards` count."""
     weights: list[float] | None
     """Factor of the advantages of each rollout; None for 1."""
     owners: NDArray[np.int64]

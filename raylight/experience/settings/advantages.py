@@ -52,7 +52,7 @@ class GRPOAdvantage(Advantage):
 
 
 class GDPOAdvantage(Advantage):
-    """Named rewards that are normalised apart, https://arxiv.org/abs/2601.05242."""
+    """Named rewards that are normalised separately, https://arxiv.org/abs/2601.05242."""
 
     name: Literal["gdpo"] = "gdpo"
     norm_adv_by_std: bool = True
@@ -64,7 +64,7 @@ class GDPOAdvantage(Advantage):
     def _check_weights(self) -> Self:
         if self.reward_weights is None:
             raise ValueError(
-                "adv_estimator 'gdpo' normalises named rewards apart; name them in reward_weights, as in "
+                "adv_estimator 'gdpo' normalises named rewards separately; name them in reward_weights, as "
                 "{'correct': 1.0, 'format': 0.5}"
             )
         return self
@@ -136,7 +136,7 @@ class OPDAdvantage(Advantage):
     """Weight of the teacher in the mixture of `divergence="js"`: towards 0 it is the forward KL divergence
     (over beta), towards 1 the reverse one."""
     teacher_top_k: int | None = Field(default=None, ge=1, le=MAX_COUNT)
-    """The teacher's most probable tokens that a divergence tells apart; all other tokens are one event. None:
+    """The teacher's most probable tokens that a divergence distinguishes; all others are one event. None:
     the whole vocabulary."""
 
     @model_validator(mode="after")

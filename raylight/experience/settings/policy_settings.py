@@ -258,7 +258,7 @@ class PolicySettings(OptimizerSettings, CorrectionSettings):
 
     @property
     def reward_weights(self) -> dict[str, float] | None:
-        """Weights of named rewards that are normalised apart; None if only the final reward counts."""
+        """Weights of named rewards that are normalised separately; None if only the final reward counts."""
         return getattr(self.advantage, "reward_weights", None)
 
     @property

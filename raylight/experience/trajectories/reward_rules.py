@@ -198,7 +198,7 @@ class RewardRules:
     Args:
         failure_reward: reward of rollouts whose agent failed; None leaves them out.
         unscored_reward: reward of rollouts that succeeded without one; None leaves them out.
-        weights: weights of named rewards that are normalised apart; None: only the final reward counts.
+        weights: weights of named rewards that are normalised separately; None: only the final reward counts.
         turn_rewards: also train on rewards of single calls.
         turn_gamma: discount from one call to the next of an estimator that credits turns, for which rollouts
             also differ if their rewards come earlier or later; None for other estimators.

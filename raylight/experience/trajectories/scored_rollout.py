@@ -21,7 +21,7 @@ class ScoredRollout:
     group: str
     reward: float
     parts: tuple[float, ...] | None
-    """Named rewards that are normalised apart; None if only the reward counts."""
+    """Named rewards that are normalised separately; None if only the reward counts."""
     compared: tuple[float, ...]
     """Values that differ between the rollouts of a group with signal."""
     sampled: Trajectories

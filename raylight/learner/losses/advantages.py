@@ -40,7 +40,7 @@ def estimate_gdpo(
     reward_weights: list[float],
     norm_adv_by_std_in_grpo: bool,
 ) -> torch.Tensor:
-    """Return advantages from named rewards that are normalised apart (GDPO,
+    """Return advantages from named rewards that are normalised separately (GDPO,
     https://arxiv.org/abs/2601.05242), whitened over the tokens of the batch.
 
     It is verl's estimator, which computes in float32, in the dtype of the rewards.

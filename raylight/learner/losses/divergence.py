@@ -35,7 +35,7 @@ class LocalDivergence:
     Both distributions are over the token ids that the models share: vocabularies are padded to other sizes.
 
     Args:
-        top_k: the teacher's most probable tokens that are told apart; all others are one event. None: all.
+        top_k: the teacher's most probable tokens that it distinguishes; all others are one event. None: all.
         temperatures: sampling temperatures, shape (sampled tokens,); None if all are 1.
     """
 

@@ -26,7 +26,7 @@ def format_seconds(seconds: float) -> str:
 class TimeEstimate:
     """Estimates the time left from the steps so far.
 
-    Evaluations are estimated apart, because not all steps have one.
+    Evaluations are estimated separately, because not all steps have one.
 
     Args:
         total: planned number of steps; 0 if there is none.
