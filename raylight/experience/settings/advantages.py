@@ -64,8 +64,8 @@ class GDPOAdvantage(Advantage):
     def _check_weights(self) -> Self:
         if self.reward_weights is None:
             raise ValueError(
-                "adv_estimator 'gdpo' normalises named rewards separately; name them in reward_weights, as "
-                "{'correct': 1.0, 'format': 0.5}"
+                "adv_estimator 'gdpo' normalises named rewards separately; name them in reward_weights, "
+                "as in {'correct': 1.0, 'format': 0.5}"
             )
         return self
 
