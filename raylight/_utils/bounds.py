@@ -64,7 +64,7 @@ def check_plain(model: type[BaseModel], field: str, value: object) -> object:
 def _holds_bool(value: object) -> bool:
     if isinstance(value, list | tuple):
         return any(_holds_bool(item) for item in value)
-    return type(value).__name__ in ("bool", "bool_")  # numpy's is no subclass
+    return type(value).__name__ in ("bool", "bool_")  # numpy's is not a subclass
 
 
 def _has_surrogates(text: str) -> bool:

@@ -39,7 +39,7 @@ class MiniGRPO(GRPO):
 
     The process that calls `Trainer.fit` holds a single copy of the model. Agents run in the runners and call
     it over HTTP; it is trained in place between two decoding steps. These are GRPO's settings with other
-    defaults, and those of a local learner (`learner={"kind": "local"}`) and its engine under short names.
+    defaults, and a local learner's settings (`learner={"kind": "local"}`) and its engine's under short names.
 
     With `backend="trl"`, TRL's GRPOTrainer samples and updates in this process. It supports single-turn
     prompts only, so `prompt_of` and `reward_of` replace the agent, which is not called.

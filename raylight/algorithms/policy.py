@@ -110,9 +110,9 @@ class PolicyAlgorithm(PolicySettings, BaseAlgorithm):
     """Training stops after this many steps in a row in which no rollout differed from its baseline."""
     turn_rewards: bool = False
     """Also train on rewards that an agent emits before the final one, each assigned to the last call before
-    it, and on those of `rl.rewards.each_turn`."""
+    it, and on rewards of `rl.rewards.each_turn`."""
     credit: Literal["rollout", "agent"] = "rollout"
-    """Calls that share a reward, a baseline and an advantage. rollout: all of a rollout. agent: those of one
+    """Calls that share a reward, a baseline and an advantage. rollout: all of a rollout. agent: all of one
     agent (`llm.for_agent`, or spans with `gen_ai.agent.name`), with the reward that it got by
     `emit_reward(..., agent=...)`, else the rollout's; its group are the same agent's calls in the other
     rollouts of the group."""

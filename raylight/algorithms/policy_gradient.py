@@ -313,7 +313,7 @@ class OPD(PolicyAlgorithm):
 
     A teacher gives the log-prob of each token that the trained model has sampled. A = log of the ratio of the
     teacher's probability to the trained model's: the negative reverse KL divergence of the token, as its
-    advantage. With another `divergence` the loss is that of the next-token distributions instead, from the
+    advantage. With another `divergence` the loss compares the next-token distributions instead, from the
     teacher's whole vocabulary or its `teacher_top_k`. `reward_coef` adds GRPO's advantages, with this weight.
 
     Args:

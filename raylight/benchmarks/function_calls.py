@@ -1,6 +1,6 @@
 """Function calls of the Berkeley Function-Calling Leaderboard: tools, and the comparison with its answers.
 
-The rules are those of its AST check of Python: one call of the right function, all required arguments, each
+The rules follow its AST check of Python: one call of the right function, all required arguments, each
 of the declared type and equal to one of the possible values. Strings are compared without case, spaces and
 punctuation. An argument may be left out if "" is one of its possible values.
 """

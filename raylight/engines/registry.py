@@ -178,7 +178,7 @@ class LimitedEngine:
     """An engine whose application answers requests beyond a limit with status 503.
 
     Ray Serve cannot enforce the limit: it also counts requests whose bodies still arrive. Everything but the
-    application is that of the engine inside.
+    application is the inner engine's.
 
     Args:
         engine: the engine inside.

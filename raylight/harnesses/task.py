@@ -12,7 +12,7 @@ from raylight.sandboxes.sandbox import Sandbox
 
 @dataclass(frozen=True)
 class HarnessTask:
-    """Requirements of one task for a command. None and empty values: those of the agent's arguments."""
+    """Requirements of one task for a command. None and empty values: the agent's arguments decide."""
 
     prompt: str | None = None
     """Text for `{prompt}`."""

@@ -67,7 +67,7 @@ class ModelImages:
     """Conversion of images for one model, by its own processor.
 
     An image is processed by itself, so that its tokens and pixels do not depend on what other images there
-    are. (LLaVA-OneVision's processor cuts no image into tiles if it receives those of a prompt as one list.)
+    are. (LLaVA-OneVision's processor cuts no image into tiles if it receives a prompt's images as one list.)
 
     Args:
         processor: processor of the model, which needs no part for videos.

@@ -182,7 +182,7 @@ class FileBundle:
             self.remove(name)
         elif name in self._members:
             self._remove_one(name)
-        info = tarfile.TarInfo(name)  # a new one: that of an archive may have a second path in its headers
+        info = tarfile.TarInfo(name)  # a new one: an archive's may have a second path in its headers
         info.type, info.linkname, info.size = kind, link, len(content)
         info.mtime = min(max(int(mtime), 0), 2**33)
         # a program may have closed it to its owner, who has to change and remove it

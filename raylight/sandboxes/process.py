@@ -61,9 +61,9 @@ class ProcessSandbox:
     """Programs of this machine, in a temporary folder. It protects nothing but that folder.
 
     A program reads and writes what the runner's user may, so this is for agents that are trusted; `read` and
-    `write` take any path of the machine, too. The limit of memory holds for each process, that of files for
-    each one and, when a program has ended, for the folder. The number of processes and the network cannot be
-    limited.
+    `write` take any path of the machine, too. The limit of memory holds for each process; the limit of
+    files holds for each process and, when a program has ended, for the folder. The number of processes and
+    the network cannot be limited.
 
     Raises:
         ConfigError: a limit cannot be enforced.

@@ -24,8 +24,8 @@ class SandboxLimits:
     processes: int | None = None
     """Processes and threads at once."""
     file_mb: int | None = None
-    """Size of the largest file. In `process` and `bubblewrap` also that of the workspace after each program;
-    a larger one fails the attempt."""
+    """Size of the largest file. In `process` and `bubblewrap` also of the workspace after each program; a
+    larger one fails the attempt."""
     network: bool = True
     """False: the sandbox reaches the model's endpoint and nothing else."""
 
@@ -76,8 +76,8 @@ class Sandbox(Protocol):
     def root(self) -> str:
         """Folder in which absolute paths of a task, such as /tests, are put.
 
-        It is empty for a sandbox whose file system is its own, and the workspace for one that shares that of
-        the machine.
+        It is empty for a sandbox with a separate file system, and the workspace for one that shares the
+        machine's.
         """
 
     HAS_IMAGE: ClassVar[bool]

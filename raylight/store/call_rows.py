@@ -322,7 +322,7 @@ class _Branch:
         return None
 
     def count_shared(self, prompt: IntArray) -> int:
-        """Number of this call's tokens with which a prompt begins."""
+        """Number of this call's tokens with which a prompt, shape (tokens,), begins."""
         count = 0
         for part in self.tokens:
             shared = _count_equal(prompt[count:], part)

@@ -465,8 +465,8 @@ class StoreClient(StoreReader):
     async def check_budgets(
         self, rollout_id: str, attempt_id: str, unrecorded: Mapping[str, int]
     ) -> Allowance:
-        """Return the budget that an attempt has spent, the tokens that are left, and those of the given calls
-        that are recorded; see `Budgets.check`."""
+        """Return the budget that an attempt has spent, the tokens that are left, and which of the given calls
+        are recorded; see `Budgets.check`."""
         return await self._announcements.call("check_budgets", rollout_id, attempt_id, dict(unrecorded))
 
     async def lose_recorder(self, recorder: str) -> None:

@@ -259,7 +259,7 @@ def start_otel_span(trace: AttemptTrace) -> OtelSpan | None:
 
 @contextlib.contextmanager
 def use_parent(parent: ParentSpan, otel_span: OtelSpan | None) -> Iterator[None]:
-    """Make `parent` the parent of the block's spans: those of emitters, and with `otel_span` of libraries."""
+    """Make `parent` the parent of the block's spans, from emitters and with `otel_span` from libraries."""
     outer, otel_outer = _OPERATION.get(), _enter_otel(otel_span)
     _OPERATION.set((parent, _current_otel_span()))
     try:

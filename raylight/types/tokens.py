@@ -224,7 +224,7 @@ class Trajectory:
     mask: MaskArray
     logprobs: LogprobArray
     """Log-probs of the policy that sampled, without the request's constraint; for tokens with candidates or
-    penalties those of the distribution that was sampled from."""
+    penalties the log-probs of the distribution that was sampled from."""
     weight_versions: VersionArray
     temperature: float = 1.0
     """Sampling temperature of all its trained tokens."""

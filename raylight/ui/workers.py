@@ -57,8 +57,8 @@ async def show_workers(store: StoreReader, folder: RunFolder) -> JsonObject:
 def check_own(dashboard: object) -> None:
     """Check that a dashboard belongs to a cluster of this user, which may receive Ray's token.
 
-    The address is from `config.yaml`, which may be a stranger's. It must be that of RAY_API_SERVER_ADDRESS or
-    RAY_ADDRESS, or of a dashboard on this machine that runs as this user.
+    The address is from `config.yaml`, which may be a stranger's. It must equal RAY_API_SERVER_ADDRESS or
+    RAY_ADDRESS, or belong to a dashboard on this machine that runs as this user.
 
     Raises:
         DashboardError: it is another one.

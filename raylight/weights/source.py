@@ -39,8 +39,8 @@ class WeightSource:
     """The weights of a module as a stream of layer groups: a `WeightSource` as vLLM's transfer expects it.
 
     Iteration is a collective: all ranks that share the module iterate in lockstep, and each materialises one
-    group at a time. An adapter is merged in float32. Every iteration yields the current weights, or those of
-    the last snapshot if one was taken.
+    group at a time. An adapter is merged in float32. Every iteration yields the current weights, or the last
+    snapshot if one was taken.
 
     Args:
         module: a model of transformers, possibly wrapped by peft, sharded by FSDP2, or on the meta device.

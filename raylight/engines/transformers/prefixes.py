@@ -53,7 +53,7 @@ class PrefixCache:
         """Prefix that was used last of those that begin with some blocks, by the hash of these."""
 
     def find(self, adapter: LoadedAdapter | None, ids: IntArray) -> tuple[Prefix | None, int]:
-        """Return the prefix that has the most tokens in common with a sequence, and their number.
+        """Return the prefix that has the most tokens in common with `ids`, shape (tokens,), and their number.
 
         At least one token of the sequence is left to compute.
         """

@@ -316,7 +316,7 @@ class EngineWorker:
     def _end(
         self, ended: list[Sequence], error: Exception | None = None, also: list[Sequence] | None = None
     ) -> None:
-        """Mark removed sequences as ended; notify their readers, and those of `also` of a new token."""
+        """Mark removed sequences as ended; notify their readers, and the readers of `also` of a new token."""
         for sequence in ended:
             sequence.error = error
             sequence.ended = True

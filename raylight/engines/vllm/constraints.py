@@ -173,9 +173,9 @@ class ConstraintRecorder:
 def repair_allowed_tokens(batch: type[Any]) -> None:
     """Make a class of vLLM's batches keep the allowed tokens of each request apart.
 
-    vLLM leaves those of a request in a row that it has moved, so that the row's next request is restricted to
-    them, and it swaps two rows as views of one tensor, so that both get those of one. The record of the other
-    request does not show it.
+    vLLM leaves a request's allowed tokens in a row that it has moved, and restricts the row's next
+    request to them. It also swaps two rows as views of one tensor, so that both get the tokens of one. The
+    record of the other request does not show it.
     """
     if getattr(batch, "raylight_repaired", False):
         return

@@ -52,7 +52,7 @@ def plan_micro_batches(lengths: Sequence[int], budget: int, packed: bool) -> lis
     """Split rows into micro-batches of rows of similar length, longest rows first.
 
     A packed micro-batch costs the sum of its rows' tokens; a padded one costs its longest row for each of its
-    rows. No cost exceeds `budget`, except that of a single longer row.
+    rows. No cost exceeds `budget`, except a single longer row's.
 
     Args:
         lengths: tokens of each row.

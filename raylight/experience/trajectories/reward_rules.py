@@ -80,7 +80,7 @@ def _earned(item: FinishedRollout, calls: Sequence[Call]) -> list[tuple[Call, fl
     """Return the turn rewards of a rollout, each with the call that earned it.
 
     A reward emitted before the final one belongs to the last call that had ended by then, and one emitted
-    before the end of any call to the first call. The grades of turns name their calls; those of calls that
+    before the end of any call to the first call. The grades of turns name their calls; grades of calls that
     are not given are left out.
 
     Args:
@@ -96,7 +96,7 @@ def _earned(item: FinishedRollout, calls: Sequence[Call]) -> list[tuple[Call, fl
 def split_by_agent(item: FinishedRollout, calls: Sequence[Generation]) -> list[FinishedRollout]:
     """Divide a rollout into one part for each agent that called the model, each with its own group.
 
-    A part is then treated as a rollout: its baseline is that of the same agent in the other rollouts of the
+    A part is then treated as a rollout: its baseline is the same agent's in the other rollouts of the
     group, as in https://arxiv.org/abs/2506.24119. An agent that was given a reward
     (`emit_reward(..., agent=...)`) has its own rewards. The others have the rollout's final reward, and its
     turn rewards where the last call before them is theirs. Calls of unnamed agents form a part of the

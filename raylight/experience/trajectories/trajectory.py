@@ -351,7 +351,7 @@ def _penalised_ranges(replayed: list[Generation]) -> Iterator[PenalisedRange]:
 
 
 def _join_routes(branch: list[Generation]) -> RouteArray | None:
-    """Return the routes of a row: of each token those of the first call that computed it, on whose keys and
+    """Return the routes of a row: of each token the first call's that computed it, on whose keys and
     values the later ones rest. None if a call has none."""
     parts: list[RouteArray] = []
     known = 0

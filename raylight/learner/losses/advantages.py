@@ -138,7 +138,7 @@ def compare_spans(teacher: torch.Tensor, own: torch.Tensor) -> dict[str, torch.T
     """Return `teacher_log_ratios`, of each span at its last token, and `span_ends`, both (rollouts, tokens).
 
     Args:
-        teacher: log-probs of a teacher, shape (rollouts, tokens); of one with other tokens, those of spans,
+        teacher: log-probs of a teacher, shape (rollouts, tokens); with another tokenizer, of spans,
             see `experience.token_alignment`.
         own: log-probs of the tokens by the policy, same shape.
     """

@@ -408,7 +408,7 @@ class RaylightEngine(verl.FSDPEngineWithLMHead):
     def _compute(
         self, batch: MicroBatch, divergence: TokenDivergence | None = None
     ) -> dict[str, torch.Tensor]:
-        """Return matrices `log_probs`, and those of `entropy`, `sum_pi_squared` and `divergence` that are
+        """Return matrices `log_probs`, and `entropy`, `sum_pi_squared` and `divergence` if they are
         wanted, of the sampled tokens, and of observed ones if they are learned."""
         inputs, pad_size = self._model_inputs(batch)
         targets = replace(batch.targets(), divergence=divergence)

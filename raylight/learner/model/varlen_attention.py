@@ -1,4 +1,4 @@
-"""Attention over packed rows, each of whose tokens attends to the earlier tokens of its own row.
+"""Attention over packed rows, each of whose tokens attends to earlier tokens of its row.
 
 There is no mask: a GPU computes it with torch's `varlen_attn` (FlashAttention 2,
 https://arxiv.org/abs/2307.08691), a CPU row by row. Layers hand it the bounds of the rows, which the model's

@@ -101,7 +101,7 @@ class ModelVision:
         """Return the arguments of a pass that its images need; none if its rows have no images.
 
         Args:
-            ids: the model's input.
+            ids: the model's input, shape (1, all tokens) if packed, else (rows, longest row).
         """
         shown = [image.sha256 for row in batch.rows for image in row.images]
         self._shown = self._inside = None
@@ -191,8 +191,8 @@ class ModelVision:
         return self._read[sha256]
 
     def _features(self, pixel_values: torch.Tensor, *args: object, **options: object) -> object:
-        """Return the features of the images of the pass. An engine that shares the module gets those of its
-        own pixels."""
+        """Return the features of the pass's images. An engine that shares the module gets its own pixels'
+        features."""
         shown, self._shown = self._shown, None
         if shown is None:
             return self._own_features(pixel_values, *args, **options)

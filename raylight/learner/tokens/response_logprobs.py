@@ -89,7 +89,7 @@ class LogprobHead:
         return self._head
 
     def _forward(self, *args: object, sampled: TargetTokens | None = None, **inputs: object) -> object:
-        """Return flat tensors `log_probs`, and those of `entropy`, `sum_pi_squared` and `divergence` that are
+        """Return flat tensors `log_probs`, and `entropy`, `sum_pi_squared` and `divergence` if they are
         wanted, of the sampled tokens, and `router_logits` of all tokens, shape (layers, tokens, experts); or
         only `hidden`."""
         if sampled is None:

@@ -36,7 +36,7 @@ class SamplingReplay:
     """Index of each target in its row."""
 
     def select(self, chosen: NDArray[np.int64]) -> SamplingReplay:
-        """Return the part of some targets, which are in ascending order."""
+        """Return the part of some targets, given as ascending indices, shape (chosen,)."""
         candidates = self.candidates
         if len(candidates):
             mask = np.zeros(len(candidates), np.bool_)

@@ -53,7 +53,7 @@ class TokenPrefix:
         return [token for part in parts[::-1] for token in part.tolist()]
 
     def is_prefix_of(self, tokens: IntArray) -> bool:
-        """True if `tokens` begins with this prefix."""
+        """True if `tokens`, shape (tokens,), begins with this prefix."""
         prefix: TokenPrefix | None = self
         while prefix is not None:
             start = prefix.length - len(prefix.suffix)

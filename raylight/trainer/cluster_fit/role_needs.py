@@ -196,7 +196,7 @@ def _states(
     weights = trained * FLOAT32 + frozen * compute
     yield from _shards(f"{name} weights", weights // shards, config, config.param_offload, computes)
     if trained:
-        if computes:  # those of another model are freed after its update
+        if computes:  # another model's are freed after its update
             yield Item(f"{name} gradients", trained * FLOAT32 // shards)
         size = moments * FLOAT32 // shards
         yield from _shards(f"{name} optimizer", size, config, config.optimizer_offload, computes)

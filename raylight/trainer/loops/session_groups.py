@@ -122,7 +122,7 @@ class SessionGroups(TrainingGroups):
         drops = self._algorithm.stale == "drop"
         version = oldest_version(calls) if drops else newest_version(calls)
         if version is None and await self._has_open_call(rollouts):
-            version = self._run.learners.version  # about that of the tokens to come
+            version = self._run.learners.version  # about the version of the tokens to come
         self._overdue[group] = None
         self._room_changed.notify_all()
         responds = asyncio.ensure_future(self._run.store.wait_until_final(ids))

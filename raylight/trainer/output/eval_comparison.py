@@ -77,7 +77,7 @@ def read_evaluation(folder: Path) -> SavedEvaluation:
 def compare(first: SavedEvaluation, other: SavedEvaluation) -> Spread | None:
     """Return the difference of the other evaluation to the first, paired by task; None without common tasks.
 
-    Tasks that differ in difficulty widen the interval of a mean, and not that of a paired difference
+    Tasks that differ in difficulty widen the interval of a mean, but not of a paired difference
     (https://arxiv.org/abs/2411.00640).
     """
     common = first.rewards.keys() & other.rewards.keys()

@@ -41,7 +41,7 @@ from raylight.types import JsonObject
 logger = logging.getLogger(__name__)
 
 START_TIMEOUT_S = 180.0
-"""Default of the seconds that each step of Ray's start may take: that of `start_timeout_s` elsewhere."""
+"""Default of the seconds that each step of Ray's start may take, as `start_timeout_s` has elsewhere."""
 SHUTDOWN_TIMEOUT_S = 20.0
 """Longest wait for the disconnection from a cluster that is lost, in seconds."""
 JOB_VARIABLE = "RAY_JOB_CONFIG_JSON_ENV_VAR"

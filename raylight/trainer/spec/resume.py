@@ -44,7 +44,7 @@ SAME_UPDATES = {
 }
 """Settings of an algorithm that do not affect its updates."""
 NOT_COMPARED = {"name", "versions", "resources"}
-"""Top-level keys of a run's configuration that may differ from those of the training state."""
+"""Top-level keys of a run's configuration that may differ from the training state's."""
 PROGRESS_KEYS = (
     "version",
     "groups",
@@ -187,7 +187,7 @@ def resume_after(
     notes = [f"resuming after step {step}"]
     if changed:
         listed = "; ".join(f"{name}: {values}" for name, values in changed.items())
-        notes.append(f"settings that differ from those of the training state: {listed}")
+        notes.append(f"settings that differ from the training state's: {listed}")
     updates_differ = same_run and any(affects_updates(name, config) for name in changed)
     if same_run and not updates_differ:
         return ResumePoint(metadata["lineage"], state_url, step, **progress, same_run=True, notes=notes)
