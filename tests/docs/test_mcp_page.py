@@ -23,6 +23,7 @@ def agent_of_page(folder: Path) -> Any:
     return replace(shown, code=shown.code.replace("/home/me/agent", str(folder))).run()["agent"]
 
 
+@pytest.mark.slow
 async def test_the_agent_of_the_page_answers_with_the_tool(tmp_path: Path) -> None:
     agent = agent_of_page(tmp_path)
     with scripted_model() as url:

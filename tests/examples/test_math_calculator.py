@@ -176,10 +176,8 @@ MARKED = {
 }
 
 
-@pytest.mark.parametrize(
-    "extractor",
-    [name if name == "hashes" else pytest.param(name, marks=pytest.mark.slow) for name in EXTRACTORS],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("extractor", EXTRACTORS)
 async def test_the_agent_asks_for_and_reads_the_mark_of_its_settings(extractor: Any) -> None:
     with ScriptedModel(lambda messages, tools: {"content": MARKED[extractor]}) as model:
         llm, task = rl.LLM(endpoint=model.url, model="scripted"), {"question": QUESTION, "result": "42"}

@@ -158,7 +158,7 @@ async def test_sympys_process_compares(answer: str, expected: str, right: bool) 
     ("answer", "expected"),
     [
         ("9**9**9**9", "5"),
-        ("9**9**9**9*x", "x"),
+        pytest.param("9**9**9**9*x", "x", marks=pytest.mark.slow("the power of x shows it")),
         ("x**(9**9)", "x"),
         ("x" * 100_000, "x"),
         ("(" * 100_000, "5"),
@@ -175,7 +175,7 @@ async def test_sympys_process_compares(answer: str, expected: str, right: bool) 
         ("[10**400]", "[5]"),
         ("1" + "0" * 330, "5"),
         ("factorial(300)", "5"),
-        ("max(x, sqrt(-1))", "x"),
+        pytest.param("max(x, sqrt(-1))", "x", marks=pytest.mark.slow),
     ],
 )
 async def test_a_hostile_answer_is_rejected_quickly(answer: str, expected: str) -> None:

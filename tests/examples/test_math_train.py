@@ -126,6 +126,7 @@ def test_the_readmes_line_for_raylight_eval_runs(tmp_path: Path) -> None:
     assert figures["rewards"]["reward"]["mean"] == 0.0  # the quickstart's model can only add
 
 
+@pytest.mark.slow
 async def test_demonstrations_are_what_the_agent_sends() -> None:
     (task,) = questions(1, 1_000_000)  # the first demonstration's
     shown = await asyncio.to_thread(lambda: next(demonstrate(0)))

@@ -87,7 +87,7 @@ def check(
 
 @streamed_or_not
 @every_dialect
-@pytest.mark.parametrize("length", [MAX_MODEL_LEN + 10, 100_000])
+@pytest.mark.parametrize("length", [MAX_MODEL_LEN + 10, pytest.param(100_000, marks=pytest.mark.slow)])
 def test_a_prompt_that_is_too_long(caller: Caller, dialect: str, stream: bool, length: int) -> None:
     error = rejected(caller, dialect, "a" * length, stream=stream)
     check(

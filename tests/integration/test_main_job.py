@@ -12,9 +12,7 @@ import pytest
 import yaml
 from ray_cluster import BIN, eventually
 from run_output import metric_rows
-from typer.testing import CliRunner
 
-from raylight import cli
 from raylight.serving.deploy.ingress_host import DEFAULT_PORT, FALLBACK_PORT
 
 LOCAL = {**os.environ, "RAY_ADDRESS": "local"}
@@ -30,7 +28,6 @@ def quickstart(*args: str) -> list[str]:
     [
         (["--steps", "10"], 1, 10),
         pytest.param(["--seed", "1", "--n-learners", "2"], 2, 25, marks=pytest.mark.slow),
-        pytest.param(["--seed", "2"], 1, 25, marks=pytest.mark.slow),
     ],
 )
 def test_the_agent_learns(
@@ -142,27 +139,9 @@ def test_a_signal_ends_the_run_and_leaves_nothing(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("args", "message"),
-    [
-        (["--model", "/no/such/model"], "ModelNotFoundError: there is no model folder /no/such/model"),
-        (["--steps", "-1"], "Invalid value for '--steps'"),
-    ],
-)
-def test_bad_arguments_end_with_one_message(args: list[str], message: str, tmp_path: Path) -> None:
-    done = subprocess.run(
-        quickstart("--output-dir", str(tmp_path), *args),
-        env=LOCAL,
-        capture_output=True,
-        text=True,
-        timeout=240,
-    )
+def test_a_bad_argument_ends_with_one_message(tmp_path: Path) -> None:
+    command = quickstart("--output-dir", str(tmp_path), "--model", "/no/such/model")
+    done = subprocess.run(command, env=LOCAL, capture_output=True, text=True, timeout=240)
     assert done.returncode in (1, 2)
-    assert message in " ".join(done.stderr.split())
+    assert "ModelNotFoundError: there is no model folder /no/such/model" in " ".join(done.stderr.split())
     assert "Traceback" not in done.stderr
-
-
-def test_help_names_every_option() -> None:
-    shown = CliRunner().invoke(cli.app, ["quickstart", "--help"]).stdout
-    for option in ("--output-dir", "--steps", "--seed", "--n-learners", "--n-runners", "--port"):
-        assert option in shown

@@ -18,7 +18,9 @@ def test_a_local_run_listens_where_it_is_documented_to(tmp_path: Path) -> None:
         assert matching, f"no socket is described by {kind}"
 
 
-@pytest.mark.parametrize("address", ["0.0.0.0", "::", "192.0.2.7"])
+@pytest.mark.parametrize(
+    "address", ["0.0.0.0", *(pytest.param(a, marks=pytest.mark.slow) for a in ("::", "192.0.2.7"))]
+)
 def test_a_socket_on_another_interface_is_found(address: str) -> None:
     learner = {"process": "ray::LearnerActor.update", "protocol": "tcp", "address": address, "port": 29500}
     assert unknown([learner | {"address": "127.0.0.1"}], KNOWN) == []

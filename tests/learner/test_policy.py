@@ -1,4 +1,4 @@
-"""The policy on verl's engine: log-probs, loss, gradients and ranks against references."""
+"""The policy on verl's engine: log-probs, loss and gradients against references."""
 
 import copy
 import itertools
@@ -9,10 +9,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import ranks
 import torch
 from fsspec.implementations.memory import MemoryFileSystem
-from rank_processes import run_ranks
 from ranks import ANSWERS, PROBE, PROMPTS, make_batch, plain_logprobs, plain_probe
 from transformers import AutoModelForCausalLM
 
@@ -139,20 +137,6 @@ def test_kl_and_entropy_are_per_rollout_if_rows_are_averaged(plain, exact, rows,
     measured = [metrics[f"learner/{name}"] for name in ("pg_loss", "kl", "entropy")]
     assert measured == pytest.approx([float(pg), float(k), float(h)], rel=1e-3)
     assert metrics["learner/grad_norm"] == pytest.approx(float(norm), rel=1e-3)
-
-
-@pytest.mark.slow
-def test_two_ranks_have_the_metrics_of_one():
-    one, two = (run_ranks(ranks.main, count)[0] for count in (1, 2))
-    for alone, together in zip(one, two, strict=True):
-        assert together["mismatch/logprob_abs_max"] < 1e-4
-        for name in ("learner/grad_norm", "learner/pg_loss", "learner/kl", "learner/entropy"):
-            assert together[name] == pytest.approx(alone[name], rel=1e-3, abs=1e-5), name
-    probes = [name for name in one[1] if name.startswith("probe/")]
-    assert [two[1][name] for name in probes] == pytest.approx([one[1][name] for name in probes], abs=1e-3)
-    assert two[1]["probe/difference"] < 1e-4
-    assert one[0]["learner/kl"] == pytest.approx(0, abs=1e-6)
-    assert one[1]["learner/kl"] > 1e-4
 
 
 def test_logprobs_equal_a_plain_model_and_change_nothing(plain, exact):

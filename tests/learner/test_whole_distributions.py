@@ -42,7 +42,7 @@ def check(found, wanted, metrics, loss):
     ("top_k", "chunk"),
     [
         pytest.param(None, 1, id="whole-token-by-token"),
-        pytest.param(5, 2**26, id="top-5-one-chunk"),
+        pytest.param(5, 2**26, id="top-5-one-chunk", marks=pytest.mark.slow("engines' tops show it")),
         pytest.param(None, 2**26, id="whole-one-chunk", marks=pytest.mark.slow),
         pytest.param(5, 1, id="top-5-token-by-token", marks=pytest.mark.slow),
     ],

@@ -261,6 +261,7 @@ async def test_status_seconds_and_outputs_are_recorded_without_keys() -> None:
 # bad input
 
 
+@pytest.mark.slow
 async def test_a_gigabyte_of_output_is_not_kept() -> None:
     _, spans = await run(shell("head -c 1000000000 /dev/zero; echo >&2 end", reward=["true"]))
     assert find_final_reward(spans) == 1.0

@@ -118,12 +118,12 @@ def randomized(trainer: LoraTrainer, model_id: str, rank: int, seed: int) -> dic
 @pytest.mark.parametrize(
     ("loss", "settings"),
     [
-        ("cross_entropy", {}),
+        pytest.param("cross_entropy", {}, marks=pytest.mark.slow),
         ("importance_sampling", {}),
         ("ppo", {"clip_high_threshold": 1.1}),
-        ("gspo", {"clip_low_threshold": 0.9, "clip_high_threshold": 1.1}),
+        pytest.param("gspo", {"clip_low_threshold": 0.9, "clip_high_threshold": 1.1}, marks=pytest.mark.slow),
         ("cispo", {"clip_low_threshold": 0.9, "clip_high_threshold": 1.2}),
-        ("dro", {}),
+        pytest.param("dro", {}, marks=pytest.mark.slow),
     ],
 )
 def test_two_tenants_train_as_two_plain_models(

@@ -28,6 +28,7 @@ print(usual, faults())
 
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="only glibc has mallopt")
+@pytest.mark.slow
 def test_freed_blocks_are_reused():
     done = subprocess.run(
         [sys.executable, "-c", PROGRAM], capture_output=True, text=True, check=True, timeout=60

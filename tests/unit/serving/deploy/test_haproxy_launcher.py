@@ -225,6 +225,7 @@ def test_as_many_connections_as_the_open_files_allow(ingress: Ingress) -> None:
         assert f"\nMaxconn: {launcher.connection_limit()}\n" in ingress.ask("show info\n")
 
 
+@pytest.mark.slow
 def test_thousands_of_idle_connections_leave_room(ingress: Ingress) -> None:
     """Each concurrent rollout keeps a connection, which is idle while its agent works."""
     count = min(IDLE, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 2, launcher.connection_limit() - 10)

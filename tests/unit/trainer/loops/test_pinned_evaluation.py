@@ -145,8 +145,8 @@ def test_a_run_that_is_killed_takes_the_evaluation_again(deaths: list[int], tmp_
 @pytest.mark.parametrize(
     ("every", "waits", "killed_in", "beside", "kept"),
     [
-        (3, {3: 4}, 3, 3, {0, 3, 6, 9}),
-        (2, {2: 4}, 2, 2, {0, 4, 6, 8, 9}),
+        pytest.param(3, {3: 4}, 3, 3, {0, 3, 6, 9}, marks=pytest.mark.slow),
+        pytest.param(2, {2: 4}, 2, 2, {0, 4, 6, 8, 9}, marks=pytest.mark.slow),
         (2, {2: 4, 4: 5}, 4, 2, {0, 2, 4, 6, 8, 9}),
     ],
     ids=["of the last state", "of no state", "ended since"],

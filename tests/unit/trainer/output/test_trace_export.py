@@ -156,6 +156,7 @@ def test_a_note_says_how_many_learned_rollouts_are_below_their_groups_best(run):
     assert not any("best of" in note for note in notes(best_of_group=True))
 
 
+@pytest.mark.slow
 def test_trl_reads_exported_pairs(tmp_path):
     """TRL renders and tokenises pairs as it does for its own training."""
     trl = pytest.importorskip("trl")

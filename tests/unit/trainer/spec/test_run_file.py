@@ -322,11 +322,9 @@ def test_print_config_prints_a_run_file_and_starts_nothing(write: Any) -> None:
     [
         ("tracer", {"type": "os:system", "command": "touch called"}, True),
         ("adapter", "hostile:CALLED", True),
-        ("llm_proxy", {"type": "raylight._utils.files:os.system", "command": "touch called"}, True),
         ("hooks", ["hostile:CALLED"], True),
         ("loggers", [{"type": "os:system", "command": "touch called"}], True),
         ("agent", {"type": "os:system", "command": "touch called"}, True),
-        ("group_reward", {"type": "os:system", "command": "touch called"}, True),
         ("group_reward", "hostile:CALLED", True),
         ("data", {"train": "hostile:CALLED"}, True),
         ("algorithm", {"name": "os:system", "command": "touch called"}, False),
