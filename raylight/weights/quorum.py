@@ -154,14 +154,14 @@ class Quorum(dict[str, Replica]):
         self._on_change()
         if self._on_leave is not None:
             notice = asyncio.ensure_future(self._on_leave(name))
-            self._notices.add(notice)
+            self._notices.add(notice)  # the event loop keeps only a weak reference
             notice.add_done_callback(self._notices.discard)
 
     def remove(self, name: str) -> Replica | None:
         """Remove and return a replica, and end its watch; unknown names are ignored."""
         replica = self.pop(name, None)
         watch = replica.watch if replica else None
-        if watch is not None and watch is not asyncio.current_task():
+        if watch is not None and watch is not asyncio.current_task():  # a watch still has to call on_leave
             watch.cancel()
         return replica
 

@@ -146,7 +146,7 @@ class Markers:
         }
         if tag.section is not None:
             calls = {"type": "tag", "begin": tag.section[0], "content": calls, "end": tag.section[1]}
-            tags, parallel = [calls], False
+            tags, parallel = [calls], False  # a section, with all calls, occurs once
         if required:
             return calls
         return {
@@ -169,7 +169,7 @@ class JsonCalls(Markers):
         value = parse_json(block)
         calls = [self._call(one) for one in (value if isinstance(value, list) else [value])]
         found = [call for call in calls if call is not None]
-        return found if found and len(found) == len(calls) else None
+        return found if found and len(found) == len(calls) else None  # one bad part: all is content
 
     def _call(self, value: object) -> ToolCall | None:
         if not isinstance(value, dict) or not isinstance(value.get(self.name), str):
@@ -286,7 +286,7 @@ class PythonCalls(Markers):
             if len(expressions) == 1 and isinstance(expressions[0], ast.List):
                 expressions = list(expressions[0].elts)
             calls = [_python_call(node) for node in expressions]
-            return calls if calls and len(expressions) >= len(parsed) else None
+            return calls if calls and len(expressions) >= len(parsed) else None  # else other statements
         except (ValueError, TypeError, SyntaxError, RecursionError, MemoryError):
             return None
 
@@ -301,7 +301,7 @@ class GemmaCalls(Markers):
             return None
         parts = match[2].split('<|"|>')
         for index, part in enumerate(parts):
-            is_text = index % 2
+            is_text = index % 2  # odd parts are between two quotes
             keys = re.sub(r"([{,]\s*)([^\s{}\[\],:\"]+)\s*:", lambda m: f"{m[1]}{json.dumps(m[2])}:", part)
             parts[index] = json.dumps(part) if is_text else keys
         values = parse_json("".join(parts))

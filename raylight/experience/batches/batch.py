@@ -309,7 +309,7 @@ def build_batch(finished: list[FinishedRollout], rules: BatchRules) -> tuple[Tra
         len(item.generations) - sum(len(part.generations) for part in split)
         for item, split in zip(finished, parts, strict=True)
     )
-    finished = [part for split in parts for part in split]
+    finished = [part for split in parts for part in split]  # with credit per agent, each part is scored
     baselines = {}
     if needs_baseline:
         baselines = rules.rewards.greedy_baselines(finished, lambda item: rules.split_calls(item)[0])

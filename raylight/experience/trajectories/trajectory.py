@@ -216,7 +216,7 @@ def _count_tokens(call: Generation, masked: Collection[str]) -> TokenCounts:
         return TokenCounts(sampled)
     chosen = call.allowed > 1
     log_mass = (call.policy_logprobs.astype(np.float64) - call.logprobs)[chosen]
-    mass = float(np.exp(np.minimum(log_mass, 0.0)).sum())
+    mass = float(np.exp(np.minimum(log_mass, 0.0)).sum())  # rounding may make a log mass positive
     return TokenCounts(sampled, int((call.allowed == 1).sum()), int(chosen.sum()), mass)
 
 

@@ -116,11 +116,11 @@ class Holds:
         until = self._clock() - self.hold_s
         released = []
         for attempt_id, hold in list(self._holds.items()):
-            if not everything and hold.used > until:
+            if not everything and hold.used > until:  # later ones were used after it
                 break
             if hold.is_stored:
                 del self._holds[attempt_id]
-                self._streaks[attempt_id] = QUICK_CALLS, hold.used
+                self._streaks[attempt_id] = QUICK_CALLS, hold.used  # its next quick call gets a hold again
                 released.append(hold)
         return released
 
@@ -299,7 +299,7 @@ class Recorder:
     async def _wait_for_room(self, keys: Sequence[CallKey]) -> None:
         await self._room.wait_for(
             lambda: self._closing or self._has_room(keys),
-            self._timeout_s if len(keys) <= self._capacity else 0,
+            self._timeout_s if len(keys) <= self._capacity else 0,  # more would never fit
         )
         if self._closing or not self._has_room(keys):
             self.stats.overloaded += len(keys)
@@ -338,7 +338,7 @@ class Recorder:
                 linger = LINGER_S
             announcement = self._awaited.pop(key.call_id, None)
             if announcement is not None and announcement.confirmed is not None:
-                waited = announcement.confirmed - announcement.begun
+                waited = announcement.confirmed - announcement.begun  # a hold saves this part of the call
                 self._waits = time.monotonic() - announcement.begun < 2 * waited
         items = [_Item(closed=record) for record in records]
         if images and self._write_images and any(call or span for _, call, span in records):

@@ -203,7 +203,7 @@ class Renderer:
         rule = self._rules.get(shape)
         if rule is None:
             rule = self._find_rule(conversation)
-            if len(self._rules) >= MAX_SHAPES:
+            if len(self._rules) >= MAX_SHAPES:  # clients choose the shapes
                 self._rules.clear()
             self._rules[shape] = rule
         return rule
