@@ -6,7 +6,6 @@ from typing import Any
 import cloudpickle
 import numpy as np
 import pytest
-import toy_algorithm
 import yaml
 from toy_algorithm import BestOfGroup
 from toy_loss import at_most_doubled
@@ -19,10 +18,6 @@ from raylight.quickstart import STARTER_MODEL
 from raylight.trainer.trainer import Trainer
 
 MODEL = str(STARTER_MODEL)
-
-
-def test_the_toy_is_one_file_of_at_most_40_lines() -> None:
-    assert len(Path(toy_algorithm.__file__).read_text(encoding="utf-8").splitlines()) <= 40
 
 
 def test_a_run_is_planned_with_it(planned_runs: list[Any], tmp_path: Path) -> None:

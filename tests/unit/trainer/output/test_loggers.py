@@ -39,7 +39,6 @@ class FailingLogger:
 def test_a_logger_in_one_new_file_receives_all_steps_of_a_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert len(TOY.read_text().splitlines()) <= 40
     (tmp_path / "run").mkdir()
     monkeypatch.syspath_prepend(TOY.parent)
     loggers = ["jsonl", {"type": "toy_logger:ToyLogger", "project": "sums"}]
