@@ -140,12 +140,12 @@ class FunctionalLitAgent(LitAgent[Any]):
                     ", ".join(map(repr, candidates)),
                 )
 
-    def rollout(self, task: Any, resources: NamedResources, rollout: Rollout) -> RolloutResult:
+    def rollout(self, task: object, resources: NamedResources, rollout: Rollout) -> RolloutResult:
         if self._async:
             raise AgentSignatureError(f"rollout function {self._name} is asynchronous; await rollout_async")
         return self._function(**self._arguments(task, resources, rollout))
 
-    async def rollout_async(self, task: Any, resources: NamedResources, rollout: Rollout) -> RolloutResult:
+    async def rollout_async(self, task: object, resources: NamedResources, rollout: Rollout) -> RolloutResult:
         if not self._async:
             raise AgentSignatureError(f"rollout function {self._name} is not asynchronous; call rollout")
         return await self._function(**self._arguments(task, resources, rollout))

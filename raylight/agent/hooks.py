@@ -12,6 +12,7 @@ from typing import Any
 from raylight.agent.attributes import exception_message
 from raylight.errors import HookError
 from raylight.traces.reward_spans import find_final_reward
+from raylight.types import Rollout, Span
 
 logger = logging.getLogger(__name__)
 
@@ -59,10 +60,10 @@ class LoggingHook(Hook):
     def __init__(self, level: int = logging.INFO) -> None:
         self._level = level
 
-    def on_rollout_start(self, *, rollout: Any) -> None:  # type: ignore[override]  # a hook takes only the arguments it needs
+    def on_rollout_start(self, *, rollout: Rollout) -> None:  # type: ignore[override]  # a hook takes only the arguments it needs
         logger.log(self._level, "%s begins, mode %s", _title(rollout), rollout.mode)
 
-    def on_rollout_end(self, *, rollout: Any, spans: Any) -> None:  # type: ignore[override]
+    def on_rollout_end(self, *, rollout: Rollout, spans: list[Span]) -> None:  # type: ignore[override]
         logger.log(
             self._level,
             "%s ends with %d spans, reward %s",
@@ -72,7 +73,7 @@ class LoggingHook(Hook):
         )
 
 
-def _title(rollout: Any) -> str:
+def _title(rollout: Rollout) -> str:
     attempt = getattr(rollout, "attempt", None)
     return f"rollout {rollout.rollout_id}" + (f", attempt {attempt.attempt_id}" if attempt else "")
 
@@ -87,9 +88,9 @@ class HookDispatcher:
         HookError: an object is not a hook, a method name is misspelt, or a method takes an unknown argument.
     """
 
-    def __init__(self, hooks: Iterable[Any] | Any = ()) -> None:
+    def __init__(self, hooks: Iterable[object] | Hook = ()) -> None:
         instances = [hooks] if isinstance(hooks, Hook) else list(hooks or ())
-        self._calls: dict[str, list[tuple[Any, frozenset[str]]]] = {event: [] for event in HOOK_ARGUMENTS}
+        self._calls: dict[str, list[tuple[object, frozenset[str]]]] = {event: [] for event in HOOK_ARGUMENTS}
         for hook in instances:
             _check(hook)
             for event in HOOK_ARGUMENTS:
@@ -101,7 +102,7 @@ class HookDispatcher:
         """Return True if there is a hook to call."""
         return any(self._calls.values())
 
-    async def call(self, event: str, /, **available: Any) -> None:
+    async def call(self, event: str, /, **available: object) -> None:
         """Call the hooks of an event. An error in one is logged, and the others are still called.
 
         Args:
@@ -142,7 +143,7 @@ def _is_cancellation(error: BaseException) -> bool:
     )
 
 
-def _check(hook: Any) -> None:
+def _check(hook: object) -> None:
     """Reject objects with methods that would never be called."""
     if isinstance(hook, type):
         raise HookError(f"hooks takes instances, not the class {hook.__name__}; write {hook.__name__}()")
@@ -158,7 +159,7 @@ def _check(hook: Any) -> None:
             )
 
 
-def _accepted_arguments(hook: Any, event: str) -> frozenset[str]:
+def _accepted_arguments(hook: object, event: str) -> frozenset[str]:
     """Return the names of the arguments that a hook's method takes."""
     title = f"{type(hook).__name__}.{event}"
     available = HOOK_ARGUMENTS[event]

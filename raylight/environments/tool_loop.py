@@ -125,7 +125,7 @@ async def answer_calls(
     async def answer(requested: Any) -> JsonObject:
         if requested.type != "function":
             kind = f"{requested.type!r:.40}"
-            content: Any = f"error: a tool call of type {kind} is not supported; call a function"
+            content: object = f"error: a tool call of type {kind} is not supported; call a function"
         else:
             content = await call(requested.function.name, requested.function.arguments)
         return {"role": "tool", "tool_call_id": requested.id, "content": content}

@@ -35,7 +35,7 @@ class NodeSandbox:
         await self._sandbox.start()
         return self._sandbox.workspace, self._sandbox.root
 
-    async def call(self, method: str, *args: Any, **options: Any) -> Any:
+    async def call(self, method: str, *args: object, **options: object) -> Any:
         return await getattr(self._sandbox, method)(*args, **options)
 
 
@@ -171,7 +171,7 @@ class RaySandbox:
             raise SandboxError("the sandbox has no workspace, because it is not started; call start() first")
         return self._paths
 
-    async def _call(self, method: str, *args: Any, **options: Any) -> Any:
+    async def _call(self, method: str, *args: object, **options: object) -> Any:
         self._started_paths()
         return await self._await(self._actor.call.remote(method, *args, **options))
 

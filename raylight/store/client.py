@@ -116,7 +116,7 @@ class StoreClient(StoreReader):
 
     async def start_rollout(
         self,
-        input: Any,
+        input: object,
         mode: RolloutMode | None = None,
         resources_id: str | None = None,
         config: RolloutConfig | None = None,
@@ -479,7 +479,7 @@ class StoreClient(StoreReader):
 
     # sessions
 
-    async def begin_session(self, task: Any, group: str | None = None) -> Session | None:
+    async def begin_session(self, task: object, group: str | None = None) -> Session | None:
         """Take a free place that the run offers; None if there is none.
 
         Raises:

@@ -15,7 +15,7 @@ import dataclasses
 import enum
 import functools
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from datetime import date, datetime
 from typing import TYPE_CHECKING, Any
 
@@ -161,7 +161,7 @@ def _decode_array(data: bytes) -> object:
     return array[()] if is_number else array.copy()  # the buffer is read-only
 
 
-def _decode_objects(data: bytes) -> Any:
+def _decode_objects(data: bytes) -> object:
     import numpy as np
 
     shape, values = decode_payload(data)
@@ -189,7 +189,7 @@ def _decode_resource(data: bytes) -> object:
     return _resource_types()[name](**fields)
 
 
-def _pack_items(value: Any) -> bytes:
+def _pack_items(value: Iterable[object]) -> bytes:
     return pack(list(value))
 
 

@@ -24,7 +24,7 @@ class Conditions:
     required: list[str] = field(default_factory=list)
     filters: list[str] = field(default_factory=list)
     required_values: list[object] = field(default_factory=list)
-    values: list[Any] = field(default_factory=list)
+    values: list[object] = field(default_factory=list)
 
     def require(self, column: str, value: object) -> Conditions:
         """Add a condition that holds whatever `logic` is."""
@@ -57,7 +57,7 @@ class Conditions:
         self.values.append(json.dumps(values))
         return self
 
-    def sql(self, logic: str) -> tuple[str, list[Any]]:
+    def sql(self, logic: str) -> tuple[str, list[object]]:
         """The `WHERE` clause and its values.
 
         Raises:
@@ -375,12 +375,12 @@ class Queries:
         rows = self._fetch_all(f"SELECT {columns} FROM {source}{order}", values)
         return rows, self._total(rows, page, f"SELECT COUNT(*) FROM {source}", values)
 
-    def _total(self, rows: list[Row], page: Page, count: str, values: list[Any]) -> int:
+    def _total(self, rows: list[Row], page: Page, count: str, values: list[object]) -> int:
         """Number of rows on all pages; they are counted only if the page does not tell."""
         is_last = page.limit == -1 or len(rows) < page.limit
         if is_last and (rows or not page.offset):
             return page.offset + len(rows)
         return self._fetch_all(count, values)[0][0]
 
-    def _fetch_all(self, statement: str, values: list[Any]) -> list[Row]:
+    def _fetch_all(self, statement: str, values: Sequence[object]) -> list[Row]:
         return self._reader.execute(statement, values).fetchall()

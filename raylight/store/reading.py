@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Literal, NamedTuple, TypeVar
+from typing import Literal, NamedTuple, TypeVar
 
 from raylight._utils.synonyms import accept_synonyms
 from raylight.errors import QueryError, UnknownIdError
@@ -354,7 +354,7 @@ class StoreReader:
         return {"name": type(self).__name__, **await self._channel.send("query", "statistics")}
 
     async def _query(
-        self, convert: Callable[[Row], Item], page: Page, method: str, *args: Any
+        self, convert: Callable[[Row], Item], page: Page, method: str, *args: object
     ) -> PaginatedResult[Item]:
         rows, total = await self._channel.send("query", method, *args)
         return PaginatedResult(map(convert, rows), limit=page.limit, offset=page.offset, total=total)

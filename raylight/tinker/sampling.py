@@ -24,6 +24,7 @@ from raylight.tinker.settings import TinkerSettings
 from raylight.tinker.wire import PROTOBUF, Sampled, write_samples
 from raylight.types import JsonObject
 from raylight.weights.client import CoordinatorClient
+from raylight.weights.orders import BoxedRef
 
 
 @dataclass(frozen=True)
@@ -134,7 +135,7 @@ class SamplingClients:
     async def _sample(self, path: str | None, prompt: list[int], body: SampleBody) -> ResultBody:
         room = self._settings.max_model_len - len(prompt)
         max_tokens = min(body.sampling_params.max_tokens or room, room)
-        calls: list[Coroutine[Any, Any, Any]] = [
+        calls: list[Coroutine[object, object, Any]] = [
             self._engines.sample(path, prompt, body.num_samples, max_tokens, body.sampling_params)
         ]
         if body.prompt_logprobs:
@@ -206,7 +207,7 @@ class Samplers:
         key: str,
         model: str,
         client: CoordinatorClient,
-        fetch: Callable[[str], Awaitable[list[object]]],
+        fetch: Callable[[str], Awaitable[BoxedRef]],
         limit: int,
         timeout_s: float,
     ) -> None:

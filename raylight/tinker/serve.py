@@ -30,6 +30,7 @@ from raylight.trainer.ray_session.connection import ray_session
 from raylight.trainer.spec.inputs import fixed_model
 from raylight.trainer.spec.settings import ServingSettings
 from raylight.types import JsonObject
+from raylight.weights.orders import BoxedRef
 
 KEY_PREFIX = "tml-"
 """Beginning of the keys that the SDK sends."""
@@ -217,7 +218,7 @@ async def _serve(
         url, _ = await asyncio.gather(serving.start(), trainer.wait_ready())
         checkpoints = Checkpoints(folder)
 
-        async def fetch(path: str) -> list[object]:
+        async def fetch(path: str) -> BoxedRef:
             adapter = await asyncio.to_thread(checkpoints.load, CheckpointPath.parse(path))
             return [ray.put(adapter)]
 

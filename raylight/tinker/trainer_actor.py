@@ -59,7 +59,7 @@ class TrainerActor:
         """Never return. The call, executed or not, fails when the actor ends: the server awaits that."""
         threading.Event().wait()
 
-    def call(self, number: int, method: str, *args: Any) -> Any:
+    def call(self, number: int, method: str, *args: object) -> Any:
         """Call a method of the trainer; see `NumberedCalls`."""
         return self._calls.call(number, method, *args)
 
@@ -159,7 +159,7 @@ class TrainerClient:
     def stop(self) -> None:
         ray.kill(self._actor)
 
-    async def _call(self, method: str, *args: Any) -> Any:
+    async def _call(self, method: str, *args: object) -> Any:
         number, process_id, deadline = next(self._numbers), self._process_id, None
         while True:
             try:
@@ -215,7 +215,7 @@ class NumberedCalls:
         self._number = 0
         self._answer: Future[object] = Future()
 
-    def call(self, number: int, method: str, *args: Any) -> Any:
+    def call(self, number: int, method: str, *args: object) -> Any:
         """Call a method, and raise its error.
 
         Args:

@@ -47,7 +47,7 @@ def read_forward_backward(content: bytes) -> tuple[pb.ForwardBackwardRequest, st
     return message, message.model_id, message.seq_id or None
 
 
-def read_settings(message: Any) -> dict[str, float]:
+def read_settings(message: pb.ForwardBackwardRequest) -> dict[str, float]:
     """Return the settings of the loss in a request for training.
 
     Raises:
@@ -59,7 +59,7 @@ def read_settings(message: Any) -> dict[str, float]:
     return dict(message.loss_fn_config)
 
 
-def read_data(message: Any) -> list[Datum]:
+def read_data(message: pb.ForwardBackwardRequest) -> list[Datum]:
     """Return the examples of a request for training.
 
     Raises:
@@ -111,7 +111,7 @@ def write_samples(samples: Sequence[Sampled], prompt_logprobs: Sequence[float | 
     return response.SerializeToString()
 
 
-def _read_datum(place: str, datum: Any) -> Datum:
+def _read_datum(place: str, datum: pb.Datum) -> Datum:
     chunks = []
     for chunk in datum.model_input:
         if (kind := chunk.WhichOneof("chunk")) != "encoded_text":
@@ -127,7 +127,7 @@ def _read_datum(place: str, datum: Any) -> Datum:
     return Datum(tokens.astype(np.int64), inputs)
 
 
-def _read_tensor(place: str, tensor: Any) -> np.ndarray:
+def _read_tensor(place: str, tensor: pb.Tensor) -> np.ndarray:
     if tensor.WhichOneof("encoding") != "dense":
         raise RequestError(f"{place}: this server takes dense tensors only")
     if (dtype := NUMPY_TYPES.get(tensor.dtype)) is None:

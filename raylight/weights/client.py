@@ -15,7 +15,7 @@ from ray.exceptions import ActorUnavailableError, RayActorError, RayTaskError
 from raylight._utils.aio import BroadcastCondition, pause
 from raylight.errors import CoordinatorLostError, CoordinatorUnavailableError, summarize_ray_error
 from raylight.weights.coordinator import ReplicaCoordinator
-from raylight.weights.orders import Order, Snapshot
+from raylight.weights.orders import BoxedRef, Order, Snapshot
 from raylight.weights.protocol import EngineLoad, UpdateMode
 
 logger = logging.getLogger(__name__)
@@ -126,7 +126,7 @@ class CoordinatorClient:
 
     def __init__(
         self,
-        handle: Any,
+        handle: object,
         replacement_timeout_s: float = 0.0,
         report: Callable[[str], None] = logger.warning,
         restart: Callable[[Any], None] = restart_actor,
@@ -161,7 +161,7 @@ class CoordinatorClient:
     async def publish(
         self,
         version: int,
-        payload_ref: list[Any] | None,
+        payload_ref: BoxedRef | None,
         timeout: float,
         mode: UpdateMode = "keep",
         adapter: str | None = None,
@@ -187,7 +187,7 @@ class CoordinatorClient:
         )
 
     async def pin(
-        self, name: str, version: int, payload_ref: list[Any], timeout: float, mode: UpdateMode = "keep"
+        self, name: str, version: int, payload_ref: BoxedRef, timeout: float, mode: UpdateMode = "keep"
     ) -> None:
         """Serve an adapter under a name, until `release`. Its version need not be new: it is published under
         another name too, or together with another adapter."""

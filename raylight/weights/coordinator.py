@@ -42,6 +42,7 @@ from raylight._utils.aio import BroadcastCondition
 from raylight.errors import EngineStartError, TransferBrokenError, WeightSyncError
 from raylight.weights.orders import (
     UNDOING,
+    BoxedRef,
     Member,
     Order,
     Phase,
@@ -103,7 +104,7 @@ class ReplicaCoordinator:
         self._transfer: Transfer | None = None
         self._turns: list[object] = []
         """Orders that wait until the earlier ones have ended."""
-        self._calls: collections.OrderedDict[str, asyncio.Task[Any]] = collections.OrderedDict()
+        self._calls: collections.OrderedDict[str, asyncio.Task[dict[str, object]]] = collections.OrderedDict()
         self._ended_tokens: collections.deque[str] = collections.deque(maxlen=REMEMBERED)
         self._start_failure: str | None = None
         self._streams = SamplingStreams(restored=not restored)
@@ -124,7 +125,7 @@ class ReplicaCoordinator:
         self,
         name: str,
         state: ReplicaState,
-        liveness_ref: list[object] | None = None,
+        liveness_ref: BoxedRef | None = None,
         handle: object = None,
         workers: int = 1,
         node: str = "",

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import logging
 import pickle
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from dataclasses import replace
 from typing import Any, get_args
 
@@ -36,7 +36,7 @@ FETCH_SHARE = 0.8
 PHASES = get_args(Phase)
 
 
-async def fetch_payload(payload_ref: list[Any]) -> object:
+async def fetch_payload(payload_ref: Sequence[Awaitable[object]]) -> object:
     """Fetch a payload from Ray's object store. Arrays that are on this node are mapped, not copied."""
     return await payload_ref[0]
 
@@ -68,7 +68,7 @@ class OrderExecutor:
         measure: Callable[[], EngineLoad] | None = None,
         call_forever: Callable[[], list[object]] | None = None,
         handle: object = None,
-        fetch: Callable[[list[Any]], Awaitable[object]] = fetch_payload,
+        fetch: Callable[[Sequence[Awaitable[object]]], Awaitable[object]] = fetch_payload,
         retry_delay_s: float = RETRY_DELAY_S,
         heartbeat_s: float = HEARTBEAT_S,
         node: str = "",
@@ -179,7 +179,7 @@ class OrderExecutor:
     async def _call(self, method: str, *args: object, within: float = 0.0) -> Any:
         return await call_coordinator(self._coordinator, method, self._replica, *args, within=within)
 
-    async def _with_heartbeats(self, work: Coroutine[Any, Any, TaskAnswer]) -> TaskAnswer:
+    async def _with_heartbeats(self, work: Coroutine[object, object, TaskAnswer]) -> TaskAnswer:
         """Await work; report meanwhile, which shows that this process is not frozen."""
         working = asyncio.create_task(work)
         try:
@@ -207,7 +207,7 @@ class OrderExecutor:
                 self._state = replace(self._state, updating=False)
             return TaskAnswer(task.number, failure, lost)
 
-    async def _apply(self, task: Task) -> Any:
+    async def _apply(self, task: Task) -> object:
         """Execute a task on the engine; returns its result, if it has one."""
         engine, kind, order = self._engine, task.kind, task.order
         if kind in PHASES:

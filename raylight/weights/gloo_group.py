@@ -19,7 +19,7 @@ READY, BROKEN = b"ready", b"broken"
 GO = "go"
 
 
-def open_listener(host: str) -> tuple[int, Any]:
+def open_listener(host: str) -> tuple[int, dist.Store]:
     """Open the store of a new group on a free port of `host` only; return the port, and the store.
 
     torch itself would listen on all interfaces.

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Literal, TypeAlias
 
 from raylight.errors import WeightSyncError
 from raylight.weights.protocol import EngineLoad, UpdateMode
+
+BoxedRef: TypeAlias = Sequence[Awaitable[object]]
+"""One object reference in a list, which Ray passes on in place of its value."""
 
 Kind = Literal["weights", "adapter", "release", "sleep", "wake", "probe"]
 UNDOING: frozenset[Kind] = frozenset({"release", "wake"})
@@ -65,7 +68,7 @@ class Order:
     timeout: float
     version: int = 0
     adapter: str | None = None
-    payload_ref: list[Any] | None = None
+    payload_ref: BoxedRef | None = None
     mode: UpdateMode = "keep"
     level: int = 1
     ids: tuple[int, ...] = ()
@@ -165,7 +168,7 @@ class TaskAnswer:
     number: int
     failure: str | None = None
     lost: bool = False
-    result: Any = None
+    result: object = None
 
 
 @dataclass(frozen=True)

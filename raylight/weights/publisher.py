@@ -44,7 +44,7 @@ class WeightPublisher:
     def __init__(self, module: torch.nn.Module, settings: PublicationSettings) -> None:
         self._settings = settings
         self._rank, self._ranks = dist.get_rank(), dist.get_world_size()
-        self._group: Any = dist.new_group(backend="gloo", timeout=SENDING_TIMEOUT)
+        self._group = dist.new_group(backend="gloo", timeout=SENDING_TIMEOUT)
         """Connections that an update does not use."""
         self._weights = WeightSource(module, getattr(torch, settings.dtype), names=settings.names)
         self._source = LockstepSource(self._weights)

@@ -12,7 +12,7 @@ from ray.exceptions import RayError
 
 from raylight._utils.aio import pause
 from raylight.errors import NotSubscribedError, ReplicaEvictedError, WeightSyncError
-from raylight.weights.orders import FINAL, Order, Phase, ReplicaState
+from raylight.weights.orders import FINAL, BoxedRef, Order, Phase, ReplicaState
 from raylight.weights.protocol import EngineLoad
 
 logger = logging.getLogger(__name__)
@@ -47,7 +47,7 @@ class Replica:
     """
 
     since: float
-    handle: Any = None
+    handle: object = None
     heard: float = 0.0
     present: bool = True
     workers: int = 1
@@ -102,7 +102,7 @@ class Quorum(dict[str, Replica]):
         """True once any replica has subscribed. If all die later, an order waits for the replacements that
         Serve starts."""
 
-    def add(self, name: str, replica: Replica, liveness_ref: list[Any] | None) -> None:
+    def add(self, name: str, replica: Replica, liveness_ref: BoxedRef | None) -> None:
         """Add a replica, in place of its earlier subscription if it has one.
 
         Args:
@@ -169,7 +169,7 @@ class Quorum(dict[str, Replica]):
         if reason := self.evicted.get(name):
             raise ReplicaEvictedError(f"replica {name} was evicted: {reason}. It must be replaced")
 
-    async def _watch_life(self, name: str, replica: Replica, liveness_ref: list[Any]) -> None:
+    async def _watch_life(self, name: str, replica: Replica, liveness_ref: BoxedRef) -> None:
         """Remove a replica when it dies. Serve starts a replacement, which has its own name."""
         try:
             await liveness_ref[0]

@@ -6,7 +6,7 @@ import asyncio
 import pickle
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 from raylight.errors import CoordinatorUnavailableError, TransferBrokenError
 from raylight.weights.client import call_coordinator, call_until_answered, order_limit
@@ -33,7 +33,7 @@ class PublicationSettings:
     names: Literal["checkpoint", "module"]
     timeout_s: float
     replacement_timeout_s: float
-    coordinator: Any
+    coordinator: object
     during_updates: bool = False
 
     @property
@@ -69,13 +69,13 @@ class SenderClient:
     def start_weight_update(self) -> None:
         self._run("start", {})
 
-    def update_weights(self, update_info: Any) -> None:
+    def update_weights(self, update_info: object) -> None:
         self._run("update", {member.replica: update_info for member in self._members})
 
     def finish_weight_update(self, weight_version: str | None = None) -> None:
         self._run("finish", {})
 
-    def send(self, update_info: Any) -> None:
+    def send(self, update_info: object) -> None:
         self._run("send", {member.replica: update_info for member in self._members})
 
     def _run(self, kind: Phase, infos: Mapping[str, object]) -> None:

@@ -34,7 +34,7 @@ class ToolImages:
         given ones; the same list and None if they are in their places."""
         if not isinstance(messages, list) or not any(map(_has_images, messages)) or self._takes_images:
             return messages, None
-        placed: list[Any] = []
+        placed: list[JsonObject] = []
         sources: list[MessageSource] = []
         moved: list[tuple[JsonObject, str]] = []
         for index, message in enumerate(messages):
@@ -92,7 +92,7 @@ def _has_images(message: Any) -> bool:
     return isinstance(content, list) and any(image_url_of(part) is not None for part in content)
 
 
-def _parts(message: JsonObject, path: str) -> list[tuple[Any, str]]:
+def _parts(message: JsonObject, path: str) -> list[tuple[JsonObject, str]]:
     """Return the parts of a message's content with their paths."""
     content = message.get("content")
     if isinstance(content, str):
@@ -101,9 +101,9 @@ def _parts(message: JsonObject, path: str) -> list[tuple[Any, str]]:
     return [(part, f"{path}.content[{place}]") for place, part in numbered]
 
 
-def _user(parts: list[tuple[Any, str]]) -> JsonObject:
+def _user(parts: list[tuple[JsonObject, str]]) -> JsonObject:
     return {"role": "user", "content": [part for part, _ in parts]}
 
 
-def _source(path: str, parts: list[tuple[Any, str]]) -> MessageSource:
+def _source(path: str, parts: list[tuple[JsonObject, str]]) -> MessageSource:
     return {"": path} | {f"content[{place}]": source for place, (_, source) in enumerate(parts)}
