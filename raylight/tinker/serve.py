@@ -23,7 +23,7 @@ from raylight.http.slow_clients import ImpatientProtocol
 from raylight.serving.local_endpoint import ThreadServer, listen
 from raylight.tinker.tinker_losses import SUBSTITUTES
 from raylight.trainer.cluster_fit.hardware import ClusterFacts, count_parameters, fit_engine, share_cores
-from raylight.trainer.components.serving import Serving
+from raylight.trainer.components.served_model import ServedModel
 from raylight.trainer.ray_session.blocking import run_blocking
 from raylight.trainer.ray_session.cluster_monitor import component_stack, until_lost, watch_loss
 from raylight.trainer.ray_session.connection import ray_session
@@ -201,9 +201,9 @@ async def _serve(
             lost.set_exception(error)
 
     async with component_stack() as stack:
-        serving = Serving(run, model, secret, None, show, owns_cluster)
-        await serving.open(stack)
-        serving.prepare(seed=0)
+        served = ServedModel(run, model, secret, None, show, owns_cluster)
+        await served.open(stack)
+        served.prepare(seed=0)
         limit = model.engine.start_timeout_s
         actor = start_trainer(
             run,
@@ -215,7 +215,7 @@ async def _serve(
         trainer = TrainerClient(actor, limit)
         stack.callback(trainer.stop)
         show(f"starting the {model.engine.kind} engine and the trainer")
-        url, _ = await asyncio.gather(serving.start(), trainer.wait_ready())
+        url, _ = await asyncio.gather(served.start(), trainer.wait_ready())
         checkpoints = Checkpoints(folder)
 
         async def fetch(path: str) -> BoxedRef:
@@ -226,7 +226,7 @@ async def _serve(
             url,
             secret,
             MODEL,
-            serving.coordinator,
+            served.coordinator,
             fetch,
             config.max_samplers,
             limit,

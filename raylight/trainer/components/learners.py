@@ -10,11 +10,11 @@ from raylight._utils.aio import cancel_all
 from raylight.experience.batches.batch import TrainBatch
 from raylight.learner.ranks.local import LocalLearner
 from raylight.learner.ranks.simulated import SimulatedLearner
-from raylight.trainer.components.local_serving import LocalServing
+from raylight.trainer.components.local_model import LocalModel
 from raylight.trainer.components.parity import make_probe
 from raylight.trainer.components.publication import Publications
 from raylight.trainer.components.run_learner import RunLearner
-from raylight.trainer.components.serving import Serving
+from raylight.trainer.components.served_model import ServedModel
 from raylight.trainer.spec.resume import ResumePoint
 from raylight.trainer.spec.settings import TrainedSettings
 from raylight.types import JsonObject
@@ -48,17 +48,17 @@ class Learners(RunLearner):
         weights."""
         self._reported_no_sleep = False
 
-    def open(self, stack: contextlib.AsyncExitStack, serving: Serving) -> None:
+    def open(self, stack: contextlib.AsyncExitStack, model: ServedModel) -> None:
         """Start the processes of the ranks, and serve replicas that join from them."""
-        coordinator = serving.coordinator
+        coordinator = model.coordinator
         self.replicas = coordinator
-        self._open_learner(stack, serving)
-        model, algorithm, kind = self._serving, self._policy.algorithm, self._policy.learner.kind
-        probe = make_probe(model.model_path, model.engine.max_model_len, self._settings.seed)
+        self._open_learner(stack, model)
+        served, algorithm, kind = self._serving, self._policy.algorithm, self._policy.learner.kind
+        probe = make_probe(served.model_path, served.engine.max_model_len, self._settings.seed)
         self.publications = Publications(
             self.learner,
             coordinator,
-            model.engine,
+            served.engine,
             algorithm.sync_timeout_s,
             adapters=self._adapters,
             fixed=algorithm.untrained_models,
@@ -69,13 +69,13 @@ class Learners(RunLearner):
         serving_joined = asyncio.create_task(self.publications.serve_joined(lambda: self.version))
         stack.push_async_callback(cancel_all, [serving_joined])
 
-    def _open_learner(self, stack: contextlib.AsyncExitStack, serving: Serving) -> None:
+    def _open_learner(self, stack: contextlib.AsyncExitStack, model: ServedModel) -> None:
         config = self._policy.learner
         if config.kind == "ranks":
             self.open_ranks(stack)
             return
-        if isinstance(serving, LocalServing):
-            self.learner = LocalLearner(serving.engine, config)
+        if isinstance(model, LocalModel):
+            self.learner = LocalLearner(model.engine, config)
         else:
             self.learner = SimulatedLearner(config)
         stack.callback(self.learner.stop)

@@ -14,7 +14,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from raylight._utils.aio import pause
 from raylight.errors import EngineStartError, ServingLostError, summarize_ray_error
-from raylight.trainer.components.serving import Serving
+from raylight.trainer.components.served_model import ServedModel
 from raylight.trainer.spec.settings import ServingSettings
 
 RETRY_DELAY_S = 0.5
@@ -69,7 +69,7 @@ class ModelService:
         self.slots = requests * model.engine.replicas
         """Requests in flight."""
         self._free = asyncio.Semaphore(self.slots)
-        self._serving = Serving(app_name, model, secret, None, show_stage, owns_cluster)
+        self._model = ServedModel(app_name, model, secret, None, show_stage, owns_cluster)
         self._router: Any = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self.retries = 0
@@ -78,8 +78,8 @@ class ModelService:
     async def open(self, stack: contextlib.AsyncExitStack) -> None:
         """Start the coordinator of the replicas, and define their deployment."""
         self._stack = stack
-        await self._serving.open(stack)
-        self._serving.prepare(0)
+        await self._model.open(stack)
+        self._model.prepare(0)
 
     async def start(self) -> None:
         """Start the replicas. Starts of models follow each other: only one can start Serve.
@@ -90,7 +90,7 @@ class ModelService:
         self._show_stage(f"starting {self._title}")
         self._loop = asyncio.get_running_loop()
         try:
-            await self._serving.start()
+            await self._model.start()
         except EngineStartError as error:
             raise EngineStartError(
                 f"{self._title}: {error} Its settings are separate from engine's"

@@ -14,13 +14,14 @@ from raylight.config import SessionConfig
 from raylight.runner.scaling import ScaleRequests
 from raylight.store.client import StoreClient
 from raylight.trainer.components import Component
+from raylight.trainer.components.endpoints import Endpoints
 from raylight.trainer.components.learners import Learners
-from raylight.trainer.components.local_serving import LocalServing
+from raylight.trainer.components.local_model import LocalModel
 from raylight.trainer.components.reward_models import RewardModels
 from raylight.trainer.components.run_learner import RunLearner
 from raylight.trainer.components.run_metrics import ComponentMetrics
 from raylight.trainer.components.runners import OutsideAgents, Runners
-from raylight.trainer.components.serving import Serving
+from raylight.trainer.components.served_model import ServedModel
 from raylight.trainer.components.store import RunStore, cancel_undecided
 from raylight.trainer.components.teacher import Teachers
 from raylight.trainer.ray_session.cluster_monitor import drop_if_lost
@@ -28,6 +29,7 @@ from raylight.trainer.spec.resume import ResumePoint, fresh_start
 from raylight.trainer.spec.settings import (
     CommonSettings,
     RolloutSettings,
+    ServedSettings,
     SupervisedRunSettings,
     TrainedSettings,
     TrainingSettings,
@@ -134,7 +136,9 @@ class RolloutComponents(RunComponents):
 
     settings: RolloutSettings
     store: StoreClient
-    serving: Serving
+    models: list[ServedModel]
+    """The model that the run serves, if it serves one."""
+    endpoints: Endpoints
     runners: Runners | OutsideAgents
 
     def __init__(self, settings: RolloutSettings, *others: Any) -> None:
@@ -146,33 +150,33 @@ class RolloutComponents(RunComponents):
         settings, stack, show = self.settings, self._stack, self._show_stage
         store = RunStore(settings, self.start.same_run, show)
         self.store = await store.open(stack)
-        await self._open_models()
         self.runners = self._make_runners()
+        await self._open_models()
         self.runners.open(stack)
-        self.serving.prepare(await self._sampling_seed(), self.runners.most_rollouts())
+        for model in self.models:
+            model.prepare(await self._sampling_seed(), self.runners.most_rollouts())
         await self._start()
         await self.store.continue_time()
-        resizable = self.runners.resizable | self.serving.resizable
+        resizable = self.runners.resizable | self.endpoints.resizable
         scaling = ScaleRequests(settings.name, self.store, resizable, show)
-        metrics = ComponentMetrics(settings.name, self.store, self.runners.metrics, self.serving.metrics)
-        self._components += [store, self.runners, self.serving, self.reward_models, scaling, metrics]
+        metrics = ComponentMetrics(settings.name, self.store, self.runners.metrics, self.endpoints.metrics)
+        self._components += [store, self.runners, *self.models, self.endpoints]
+        self._components += [self.reward_models, scaling, metrics]
 
     async def _open_models(self) -> None:
         """Prepare the served model and the reward models, before runners can take rollouts."""
-        self.serving = self._make_serving()
-        await self.serving.open(self._stack)
+        settings, show, owns_cluster = self.settings, self._show_stage, self._owns_cluster
+        self.models = [self._make_model(settings)] if isinstance(settings, ServedSettings) else []
+        for model in self.models:
+            await model.open(self._stack)
+        self.endpoints = Endpoints(
+            settings.name, self.models, settings.secret, self.store, show, owns_cluster
+        )
         await self.reward_models.open(self._stack)
 
-    def _make_serving(self) -> Serving:
-        settings = self.settings
-        return Serving(
-            settings.name,
-            settings.serving,
-            settings.secret,
-            self.store,
-            self._show_stage,
-            self._owns_cluster,
-        )
+    def _make_model(self, settings: ServedSettings) -> ServedModel:
+        parts = settings.name, settings.serving, settings.secret, self.store
+        return ServedModel(*parts, self._show_stage, self._owns_cluster)
 
     def _make_runners(self) -> Runners | OutsideAgents:
         settings = self.settings
@@ -183,7 +187,7 @@ class RolloutComponents(RunComponents):
     async def _start(self) -> None:
         """Start the models and the runners side by side, and publish the resources with their addresses."""
         await self._start_together({})
-        await self.serving.offer(self.settings.resources)
+        await self.endpoints.offer(self.settings.resources, self._stack)
 
     async def _start_together(self, others: dict[str, Coroutine[object, object, object]]) -> None:
         """Start the models, the runners and others.
@@ -192,7 +196,7 @@ class RolloutComponents(RunComponents):
             others: coroutines that start them, by name.
         """
         starts = dict(others)
-        if self.settings.serving is not None:
+        if self.models:
             starts = {"the engine": self._start_models()} | starts
         if self.runners.is_started:
             starts["the runners"] = self.runners.start()
@@ -204,7 +208,8 @@ class RolloutComponents(RunComponents):
 
     async def _start_models(self) -> None:
         """Start one model after the other: two must not start Serve."""
-        await self.serving.start()
+        for model in self.models:
+            await model.start()
         await self.reward_models.start()
 
     async def _sampling_seed(self) -> int:
@@ -240,30 +245,31 @@ class PolicyComponents(RolloutComponents):
 
     async def _open_models(self) -> None:
         if self.start.same_run:
-            keeps = isinstance(self.settings.agents, SessionConfig)
-            await cancel_undecided(self.store, self.start, keeps)
+            await cancel_undecided(self.store, self.start, keeps=not self.runners.is_started)
         await super()._open_models()
-        self.learners.open(self._stack, self.serving)
+        (model,) = self.models
+        self.learners.open(self._stack, model)
         if self.training.served_teachers or len(self.training.teachers) > 1:
             settings, choice = self.training.teachers, self.training.algorithm.teacher_choice
             secret, show, owns_cluster = self.settings.secret, self._show_stage, self._owns_cluster
             self.teachers = Teachers(self._name, settings, choice, secret, show, owns_cluster)
             await self.teachers.open(self._stack)
 
-    def _make_serving(self) -> Serving:
-        settings, learner = self.settings, self.training.learner
+    def _make_model(self, settings: ServedSettings) -> ServedModel:
+        learner = self.training.learner
         if learner.kind != "local":
-            return super()._make_serving()
+            return super()._make_model(settings)
         parts = settings.name, settings.serving, settings.secret, self.store
-        return LocalServing(learner, *parts, self._show_stage, self._owns_cluster)
+        return LocalModel(learner, *parts, self._show_stage, self._owns_cluster)
 
     async def _start(self) -> None:
         await self._start_together({"the learners": self.learners.start()})
         await self.learners.join()
-        await self.serving.offer(self.settings.resources)
+        await self.endpoints.offer(self.settings.resources, self._stack)
 
     async def _start_models(self) -> None:
-        await self.serving.start()
+        for model in self.models:
+            await model.start()
         if self.teachers is not None:
             await self.teachers.start()
         await self.reward_models.start()

@@ -31,11 +31,11 @@ async def wait_for_sound(run: RolloutComponents, ids: Sequence[str], progress: P
 
     An outage returns rollouts to the queue that were decided while it was not yet known.
     """
-    outages = run.serving.outages
+    outages = run.endpoints.outages
     try:
         while True:
             await wait_for_rollouts(run, ids, progress)
-            confirmed = await run.serving.confirm()
+            confirmed = await run.endpoints.confirm()
             if confirmed == outages:
                 return
             outages = confirmed

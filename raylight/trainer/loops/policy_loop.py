@@ -222,7 +222,7 @@ class PolicyLoop(StepLoop):
         self._ledger.take(rollouts, content, counts, dropped)
 
     async def _log(self, step: int, metrics: Metrics) -> None:
-        counters = {"learner/restarts": float(self._learners.restarts), **self._run.serving.metrics()}
+        counters = {"learner/restarts": float(self._learners.restarts), **self._run.endpoints.metrics()}
         counters |= self._run.reward_models.metrics()
         counters |= self._run.runners.metrics() | await self._groups.metrics()
         counters |= self._ledger.row(await self._groups.sampled_tokens(step)).metrics()

@@ -73,9 +73,7 @@ class PolicyRollouts:
 
     async def add_resources(self) -> None:
         """Add the resources of rollouts that sample otherwise than in training."""
-        latest = await self._store.get_latest_resources()
-        assert latest is not None, "the resources were published"
-        self._resources = latest
+        self._resources = self._run.endpoints.published
         if self._algorithm.needs_greedy_rollouts:
             self._greedy_id = await self._add_resources({"temperature": 0.0})
         if self._algorithm.val_sampling_parameters is not None:

@@ -134,7 +134,7 @@ class TrainingGroups:
         self._had_replacement: set[int] = set()
         """Groups that had their replacements, because their rewards were all equal, before an outage returned
         them to the queue."""
-        self._outages = run.serving.outages
+        self._outages = run.endpoints.outages
         self._limit: int | None = None
         self._group_size = len(rollouts.group_ids(0))
         self.ended = 0
@@ -353,7 +353,7 @@ class TrainingGroups:
 
         while True:
             chosen = await self._finished_changed.wait_for(choose)
-            outages = await self._run.serving.confirm()
+            outages = await self._run.endpoints.confirm()
             if outages == self._outages:
                 return chosen
             self._outages = outages

@@ -165,7 +165,7 @@ class AlgorithmLoop:
         self._algorithm = run.algorithm
         self._datasets = {"train_dataset": run.train, "val_dataset": run.val}
         run.algorithm.set_store(components.store)
-        run.algorithm.set_initial_resources(components.serving.resources)
+        run.algorithm.set_initial_resources(components.endpoints.resources)
         run.algorithm.set_run_context(TrainerRunContext(report, run.resume_file))
 
     async def run(self) -> None:

@@ -12,7 +12,7 @@ from raylight.config import EngineConfig
 from raylight.engines.model_report import report_model
 from raylight.trainer.cluster_fit.cluster_settings import fit_fixed
 from raylight.trainer.cluster_fit.hardware import ClusterFacts
-from raylight.trainer.components.serving import Serving
+from raylight.trainer.components.served_model import ServedModel
 from raylight.trainer.ray_session.blocking import run_blocking
 from raylight.trainer.ray_session.cluster_monitor import component_stack, until_lost, watch_loss
 from raylight.trainer.ray_session.connection import ray_session
@@ -78,13 +78,13 @@ async def _serve(
     model: ServingSettings, secret: str | None, seed: int, owns_cluster: bool, show: Callable[[str], None]
 ) -> None:
     async with component_stack() as stack:
-        serving = Serving(f"serve-{secrets.token_hex(4)}", model, secret, None, show, owns_cluster)
-        await serving.open(stack)
-        serving.prepare(seed)
+        served = ServedModel(f"serve-{secrets.token_hex(4)}", model, secret, None, show, owns_cluster)
+        await served.open(stack)
+        served.prepare(seed)
         show(f"starting the {model.engine.kind} engine")
         # imports transformers meanwhile
         described = asyncio.to_thread(describe_model, model.model_path, model.engine)
-        url, lines = await asyncio.gather(serving.start(), described)
+        url, lines = await asyncio.gather(served.start(), described)
         for line in lines:
             show(line)
         show(f"{model.name} is served at {url}/v1 (also {url}/health); press Ctrl-C to stop")

@@ -298,7 +298,7 @@ class FakeRun(PolicyComponents):
                 self.store, self.start, keeps=isinstance(self.settings.agents, SessionConfig)
             )
         model = LLM(endpoint="http://engine", model=MODEL_NAME, traced=True)
-        await self.store.add_resources({"engine": self.world.lives, "llm": model})
+        published = await self.store.add_resources({"engine": self.world.lives, "llm": model})
         self.engines = Engines()
         self.learners = Learners(self.settings, self.start, lambda text: None)
         ranks: Any = Ranks(self.world)
@@ -309,11 +309,12 @@ class FakeRun(PolicyComponents):
             await self.learners.learner.load_state(
                 self.start.state_url, self.start.step, self.learners.version
             )
-        self.serving: Any = Serving(self.world, self.store)
+        self.endpoints: Any = Serving(self.world, self.store)
+        self.endpoints.published = published
         self.runners: Any = SimpleNamespace(metrics=dict, most_rollouts=lambda: self.world.slots)
         if self.world.sessions is not None:
             self.runners = OutsideAgents(self.world.sessions)
-        self._components: list[Any] = [self, self.serving]
+        self._components: list[Any] = [self, self.endpoints]
 
     def watches(self) -> list[Any]:
         """As runners."""

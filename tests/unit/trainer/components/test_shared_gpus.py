@@ -45,7 +45,8 @@ def make_run(seen: list[str], learner: float, engine: float) -> PolicyComponents
         LearnerConfig(num_gpus=learner),
     )
     run = PolicyComponents(settings, lambda text: None, True)
-    run.serving, run.learners = cast(Any, Events("engines", seen)), cast(Any, Events("learners", seen))
+    run.models, run.learners = [cast(Any, Events("engines", seen))], cast(Any, Events("learners", seen))
+    run.endpoints = cast(Any, Events("endpoints", seen))
     run.runners = cast(Any, Events("runners", seen))
     return run
 
@@ -55,7 +56,7 @@ async def test_all_start_at_once(learner: float, engine: float) -> None:
     seen: list[str] = []
     await make_run(seen, learner, engine)._start()
     assert seen.index("engines.start") < seen.index("learners.start done")
-    assert seen[-4:] == ["learners.join", "learners.join done", "engines.offer", "engines.offer done"]
+    assert seen[-4:] == ["learners.join", "learners.join done", "endpoints.offer", "endpoints.offer done"]
 
 
 def make_learners(learner: float, engine: float) -> Learners:

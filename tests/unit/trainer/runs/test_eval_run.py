@@ -12,7 +12,7 @@ from raylight.agent.resources import LLM
 from raylight.algorithms.policy import GRPO
 from raylight.errors import AgentSignatureError, ConfigError, DatasetError, ModelNotFoundError
 from raylight.semconv import OUTPUT_MESSAGES
-from raylight.trainer.components.serving import fill_resources
+from raylight.trainer.components.endpoints import fill_resources
 from raylight.trainer.output.displays.tables import print_scores
 from raylight.trainer.output.scores import measure
 from raylight.trainer.runs.eval_run import (

@@ -7,41 +7,39 @@ import contextlib
 from collections.abc import Callable, Coroutine
 from typing import Any, cast
 
-from raylight.agent.resources import LLM
-from raylight.config import EngineConfig, LearnerConfig
-from raylight.engines.protocol import EngineLoad
+from raylight.config import LearnerConfig
 from raylight.runner.scaling import Resizable
 from raylight.serving.local_endpoint import Endpoint
-from raylight.trainer.components.serving import Serving
+from raylight.store.client import StoreClient
+from raylight.trainer.components.served_model import ServedModel
 from raylight.trainer.spec.settings import ServingSettings
 from raylight.weights.local_replica import LocalReplica
 
 
-class LocalServing(Serving):
+class LocalModel(ServedModel):
     """An engine in this process whose module the learner trains, behind an HTTP server.
 
     Args:
         learner: settings of the local learner.
-        others: arguments of `Serving`.
+        others: arguments of `ServedModel`.
     """
+
+    is_probed = False  # the server ends only with this process, see `watches`
+    _store: StoreClient
+    _endpoint: Endpoint
 
     def __init__(self, learner: LearnerConfig, *others: Any) -> None:
         super().__init__(*others)
         self._learner = learner
         self._loaded: asyncio.Future[object] = asyncio.get_running_loop().create_future()
-        self._endpoint: Endpoint | None = None
 
     async def open(self, stack: contextlib.AsyncExitStack) -> None:
         """Take the place of the coordinator: there is one replica."""
         self._stack = stack
-        self.coordinator = cast("Any", LocalReplica(self._logprobs, self._load))
+        self.coordinator = cast("Any", LocalReplica(self._logprobs, lambda: self._endpoint.load()))
 
     async def _logprobs(self, ids: list[int]) -> list[float]:
         return await (await self.engine()).logprobs(ids)
-
-    def _load(self) -> EngineLoad:
-        assert self._endpoint is not None, "the endpoint listens"
-        return self._endpoint.load()
 
     async def engine(self) -> Any:
         """Return the engine, once it has loaded the model."""
@@ -58,9 +56,7 @@ class LocalServing(Serving):
             DeviceMemoryError: the run needs more memory than the device has.
             PortInUseError: the requested port is taken.
         """
-        model = self.model
-        assert model is not None, "the run serves a model"
-        assert self._store is not None, "a run that trains has a store"
+        model = self.settings
         engine = await asyncio.to_thread(load_engine, model, self._learner, self._seed, self._show_stage)
         self._stack.push_async_callback(asyncio.to_thread, engine.close)
         self._endpoint = Endpoint(
@@ -73,22 +69,15 @@ class LocalServing(Serving):
         )
         await self._stack.enter_async_context(self._endpoint)
         self._loaded.set_result(engine)
-        url = self._endpoint.url
-        self._llm = LLM(
-            endpoint=url, model=model.name, traced=True, sampling_parameters=model.sampling_parameters
-        )
-        return url
+        self._set_llm(self._endpoint.url, model.name)
+        return self._endpoint.url
 
     @property
     def resizable(self) -> dict[str, Resizable]:
         return {}
 
-    def _monitor_model(self, url: str, engine: EngineConfig) -> None:
-        """Do nothing: the server ends only with this process, see `watches`."""
-
     def watches(self) -> list[Coroutine[object, object, object]]:
-        endpoint = [] if self._endpoint is None else [self._endpoint.watch()]
-        return [*super().watches(), *endpoint]
+        return [self._endpoint.watch()]
 
 
 def load_engine(
