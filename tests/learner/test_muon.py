@@ -14,7 +14,7 @@ from raylight.errors import ConfigError
 from raylight.experience.settings.policy_settings import PolicySettings
 from raylight.quickstart import STARTER_MODEL
 
-LR, DECAY, MOMENTUM, STEPS = 1e-3, 0.1, 0.9, 3
+LR, DECAY, MOMENTUM, STEPS = 1e-3, 0.1, 0.9, 2
 
 
 class Reference:
