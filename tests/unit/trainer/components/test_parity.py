@@ -257,7 +257,9 @@ def test_half_precision_raises_no_false_alarm(
 
 
 @pytest.mark.parametrize(("learner", "engine"), HALVES, ids=str)
-@pytest.mark.parametrize("lacks", ["", "lm_head."], ids=["all", "the output layer"])
+@pytest.mark.parametrize(
+    "lacks", [pytest.param("", marks=pytest.mark.slow), "lm_head."], ids=["all", "the output layer"]
+)
 def test_an_engine_that_drops_updates_is_found_in_half_precision(
     untied_model: str, learner: torch.dtype, engine: torch.dtype, lacks: str
 ) -> None:
