@@ -61,11 +61,11 @@ class FunctionalLitAgent(LitAgent[Any]):
         self._strip_proxy = strip_proxy
         self._name = (
             getattr(function, "__name__", None)
-            or getattr(_unwrap_partial(function), "__name__", None)
+            or getattr(unwrap_partial(function), "__name__", None)
             or repr(function)
         )
         self._async = inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(
-            type(_unwrap_partial(function)).__call__
+            type(unwrap_partial(function)).__call__
         )
         if reserved := BUILTIN_PARAMETERS & self._declared.keys():
             raise AgentSignatureError(
@@ -227,7 +227,7 @@ def _is_picklable(function: Callable[..., object]) -> bool:
     return True
 
 
-def _unwrap_partial(function: object) -> object:
+def unwrap_partial(function: object) -> object:
     """Return the function inside nested `functools.partial` objects."""
     while isinstance(function, functools.partial):
         function = function.func
@@ -236,7 +236,7 @@ def _unwrap_partial(function: object) -> object:
 
 def _parameters(function: Callable[..., object], name: str) -> list[inspect.Parameter]:
     """Return the parameters of a rollout function, after checking that all can be passed by name."""
-    bare = _unwrap_partial(function)
+    bare = unwrap_partial(function)
     for yields in (inspect.isgeneratorfunction, inspect.isasyncgenfunction):
         if yields(bare) or yields(type(bare).__call__):
             raise AgentSignatureError(f"@rollout: {name} yields; a rollout returns its reward once")

@@ -8,6 +8,7 @@ import inspect
 from collections.abc import Awaitable, Callable
 from typing import Any
 
+from raylight.agent.decorators import unwrap_partial
 from raylight.algorithms.base import Algorithm
 from raylight.errors import ConfigError
 
@@ -31,7 +32,7 @@ class FunctionalAlgorithm(Algorithm):
         functools.update_wrapper(
             self, function, updated=()
         )  # first, so that it overwrites no attribute set below
-        bare = _unwrap_partial(function)
+        bare = unwrap_partial(function)
         self._function = function
         self._name = getattr(function, "__name__", None) or getattr(bare, "__name__", None) or repr(function)
         self._async = inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(
@@ -85,13 +86,6 @@ class FunctionalAlgorithm(Algorithm):
     @property
     def _title(self) -> str:
         return f"algorithm function {self._name}"
-
-
-def _unwrap_partial(function: object) -> object:
-    """Return the function inside any number of `functools.partial`s."""
-    while isinstance(function, functools.partial):
-        function = function.func
-    return function
 
 
 def _check_parameters(function: Callable[..., object], name: str) -> list[inspect.Parameter]:

@@ -40,12 +40,6 @@ class MetricSpec:
     labels: tuple[str, ...] = ()
     rows: Mapping[str, Labels] = field(default_factory=dict)
 
-    @property
-    def exposed(self) -> tuple[str, ...]:
-        """Names of its series in Prometheus."""
-        suffixes = ("_bucket", "_sum", "_count") if self.kind == "histogram" else ("",)
-        return tuple(f"{RAY_PREFIX}{self.name}{suffix}" for suffix in suffixes)
-
 
 def _spec(source: Source, name: str, entry: str | JsonObject) -> MetricSpec:
     """Return the metric of an entry in `metrics.yaml`."""

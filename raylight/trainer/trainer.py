@@ -202,9 +202,9 @@ class Trainer:
             loggers=loggers,
         )
         self.run_settings = self.requested_settings
+        """Settings of engine, learners and run directory, as the algorithm adjusts them."""
         if isinstance(self.algorithm, PolicyAlgorithm):
             self.run_settings = self.algorithm.adjust_run_settings(self.requested_settings)
-        """Settings of engine, learners and run directory, as the algorithm adjusts them."""
         self.engine, self.learner = self.run_settings.engine, self.run_settings.learner
         self.checkpoint, self.loggers = self.run_settings.checkpoint, find_loggers(self.run_settings.loggers)
         self.seed, self.output_dir = self.run_settings.seed or 0, self.run_settings.output_dir

@@ -10,13 +10,22 @@ from typing import Any, get_args
 import pytest
 from omegaconf import OmegaConf
 
-from raylight.algorithms.verl_config.keys import KEYS, NOT_IN_VERL
+from raylight.algorithms.verl_config.keys import KEYS
 from raylight.algorithms.verl_config.merged_config import verl_defaults
 from raylight.experience.settings.advantages import ADVANTAGES
 from raylight.experience.settings.policy_settings import LossAggregation
 from raylight.learner import verl_api
 
 ABSENT = object()
+NOT_IN_VERL = (
+    "agentlightning.port",
+    "algorithm.off_policy_sampling",
+    "algorithm.override_sampling",
+    *(key for key in KEYS if ".trace_aggregator." in key or ".gdpo_" in key),
+    "actor_rollout_ref.model.override_config.attn_implementation",
+    "actor_rollout_ref.model.target_parameters",
+)
+"""Keys that are not in verl's defaults: other programs' keys, and keys that verl reads without a default."""
 
 
 @pytest.fixture(scope="module")

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from raylight._utils.files import read_table
 from raylight.algorithms.verl_config import converters
-from raylight.algorithms.verl_config.converters import MODEL, Converter
+from raylight.algorithms.verl_config.converters import Converter
 from raylight.types import JsonObject
 
 
@@ -55,12 +55,3 @@ KEYS = {
     for section, entries in SECTIONS.items()
     for rule in (_rule(section, name, entry) for name, entry in entries.items())
 }
-NOT_IN_VERL = (
-    "agentlightning.port",
-    "algorithm.off_policy_sampling",
-    "algorithm.override_sampling",
-    *(key for key in KEYS if ".trace_aggregator." in key or ".gdpo_" in key),
-    f"{MODEL}.override_config.attn_implementation",
-    f"{MODEL}.target_parameters",
-)
-"""Keys that are not in verl's defaults: other programs' keys, and keys that verl reads without a default."""

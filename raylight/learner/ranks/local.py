@@ -107,7 +107,7 @@ class LocalLearner(Learner):
         return await self._engine.change_weights(update)
 
     async def row_records(self) -> list[RowRecord]:
-        return self._rank.row_records()
+        return self._policy.row_records
 
     async def logprobs(self, ids: list[int], model: str = "") -> list[float]:
         return await self._engine.run_between_steps(lambda: self._rank.logprobs(ids))

@@ -12,7 +12,8 @@ from raylight.types.rollouts import FailureKind
 
 CONTENT = json.loads(BOARD.read_text())
 PANELS = CONTENT["panels"]
-EXPOSED = {name for spec in METRICS.values() for name in spec.exposed}
+SERIES = {"histogram": ("_bucket", "_sum", "_count")}
+EXPOSED = {f"ray_{spec.name}{suffix}" for spec in METRICS.values() for suffix in SERIES.get(spec.kind, ("",))}
 ROOT = Path(__file__).parents[3]
 PAGE = ROOT / "docs" / "observability.md"
 
