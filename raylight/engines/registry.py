@@ -61,6 +61,8 @@ ENGINES: dict[str, BuiltInEngine] = {
     ),
     "upstream": BuiltInEngine("raylight.engines.upstream:build_engine"),
 }
+MODEL_ENGINES = ("transformers", "vllm")
+"""Engines that load a model into this machine's memory, on a CPU or a GPU for each worker."""
 METHODS = [name for name, _ in inspect.getmembers(Engine, inspect.isfunction) if name[0] != "_"]
 
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from raylight.algorithms.policy import PolicyAlgorithm, RunSettings
 from raylight.config import EngineConfig, LearnerConfig, RunnerConfig, SessionConfig, StoreConfig
-from raylight.engines.registry import choose_engine
+from raylight.engines.registry import MODEL_ENGINES, choose_engine
 from raylight.engines.vllm.args import asked_gpus
 from raylight.errors import ConfigError
 from raylight.rewards.group import GroupReward
@@ -26,7 +26,7 @@ from raylight.trainer.cluster_fit.hardware import (
     share_cores,
     workload,
 )
-from raylight.trainer.cluster_fit.memory_check import PLANNED_ENGINES, check_memory
+from raylight.trainer.cluster_fit.memory_check import check_memory
 from raylight.trainer.cluster_fit.policy_checks import (
     engine_on_device,
     engine_with_adapter,
@@ -204,10 +204,10 @@ def plan_settings(
             "shown, and checked, when its run starts"
         )
     model_path, kind = resolve_model(algorithm.model), _planned_engine(requested.engine, cluster)
-    if kind not in PLANNED_ENGINES:
+    if kind not in MODEL_ENGINES:
         raise ConfigError(
             f"the memory of the engine {kind!r:.100} is not known, and a plan does not import it; plan with "
-            f"--set engine.kind={' or '.join(PLANNED_ENGINES)}"
+            f"--set engine.kind={' or '.join(MODEL_ENGINES)}"
         )
     requested = replace(requested, engine=requested.engine.model_copy(update={"kind": kind}))
     teachers = plan_teachers(algorithm, model_path)

@@ -15,7 +15,7 @@ import ray
 from raylight._utils.machine import available_cpus
 from raylight.base_config import Config
 from raylight.config import EngineConfig, LearnerConfig, RunnerConfig
-from raylight.engines.registry import choose_engine
+from raylight.engines.registry import MODEL_ENGINES, choose_engine
 from raylight.engines.vllm.args import most_workers
 from raylight.errors import ConfigError
 from raylight.experience.settings.policy_settings import PolicySettings
@@ -183,7 +183,7 @@ def share_cores(
 
 
 def _computes_on_cpus(engine: EngineConfig) -> bool:
-    return engine.kind in ("transformers", "vllm") and not engine.num_gpus
+    return engine.kind in MODEL_ENGINES and not engine.num_gpus
 
 
 def engine_on_cores(cores: int, parameters: int, engine: EngineConfig, others: int = 0) -> EngineConfig:
@@ -212,7 +212,7 @@ def learner_on_cores(cores: int, parameters: int, learner: LearnerConfig, others
 
 def _is_open(engine: EngineConfig) -> bool:
     """Return True for an engine that can compute on GPUs, without a setting of their number."""
-    return "num_gpus" not in engine.model_fields_set and engine.kind in ("transformers", "vllm")
+    return "num_gpus" not in engine.model_fields_set and engine.kind in MODEL_ENGINES
 
 
 def _engine_alone(hardware: Hardware, engine: EngineConfig) -> tuple[EngineConfig, list[str]]:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import ray
 
+from raylight.engines.registry import MODEL_ENGINES
 from raylight.engines.vllm.args import asked_gpus
 from raylight.errors import ConfigError
 from raylight.trainer.cluster_fit.cluster_shape import GIB, ClusterShape, this_machine
@@ -18,7 +19,6 @@ TOLERANCE = 1.15
 more exact."""
 SMALL_MODEL = 30
 """A model whose files, times this factor, fit into the memory is not planned: it fits in any case."""
-PLANNED_ENGINES = ("vllm", "transformers")
 
 
 def check_memory(settings: TrainedSettings) -> None:
@@ -31,7 +31,7 @@ def check_memory(settings: TrainedSettings) -> None:
         ConfigError: it does not; the message lists what is missing and what to change.
     """
     serving, training = settings.serving, settings.training
-    if serving.engine.kind not in PLANNED_ENGINES or training.learner.kind != "ranks":
+    if serving.engine.kind not in MODEL_ENGINES or training.learner.kind != "ranks":
         return
     needed = SMALL_MODEL * _size_of_files(serving.model_path) + 4 * GIB
     learner = training.learner

@@ -10,6 +10,7 @@ from dataclasses import replace
 from raylight._utils.no_proxy import LOOPBACK
 from raylight.config import EngineConfig
 from raylight.engines.model_report import report_model
+from raylight.engines.registry import MODEL_ENGINES
 from raylight.trainer.cluster_fit.cluster_settings import fit_fixed
 from raylight.trainer.cluster_fit.hardware import ClusterFacts
 from raylight.trainer.components.served_model import ServedModel
@@ -18,9 +19,6 @@ from raylight.trainer.ray_session.cluster_monitor import component_stack, until_
 from raylight.trainer.ray_session.connection import ray_session
 from raylight.trainer.spec.inputs import fixed_model
 from raylight.trainer.spec.settings import ServingSettings
-
-REPORTED = ("transformers", "vllm")
-"""Engines that read a model's chat template."""
 
 
 def serve_model(
@@ -65,7 +63,7 @@ def serve_model(
 
 def describe_model(path: str, config: EngineConfig) -> list[str]:
     """Return lines on the model as the engine reads it, and on what is missing; none of other engines."""
-    if config.kind not in REPORTED:
+    if config.kind not in MODEL_ENGINES:
         return []
     report = report_model(path, config.kind, config.args)
     limit = min(config.max_model_len, report.context_length or config.max_model_len)
