@@ -60,7 +60,7 @@ class HandedOn(Noting):
 async def carry_out(algorithm: Any, planned_runs: list[Any], folder: Path, *datasets: Any) -> None:
     with pytest.raises(ReachedRay):
         rl.Trainer(algorithm=algorithm, output_dir=folder).fit(agent, *datasets)
-    run: Any = SimpleNamespace(store=StoreClient(StoreService()), serving=SimpleNamespace(resources={}))
+    run: Any = SimpleNamespace(store=StoreClient(StoreService()), endpoints=SimpleNamespace(resources={}))
     report: Any = SimpleNamespace(folder=folder)
     async with within():
         await planned_runs[-1].loop(run, report).run()
