@@ -40,10 +40,9 @@ class Duel(FakeRun):
 
     async def _open(self) -> None:
         await super()._open()
-        latest = await self.store.get_latest_resources()
-        assert latest is not None
         opponent = LLM(endpoint="http://engine", model="opponent", traced=True)
-        await self.store.add_resources(latest.resources | {"opponent": opponent})
+        resources = self.endpoints.published.resources | {"opponent": opponent}
+        self.endpoints.published = await self.store.add_resources(resources)
         publications = DuelPublications(self.world, self.learners.learner, self.engines)  # type: ignore[arg-type]
         publications.names = set()
         self.learners.publications = publications  # type: ignore[assignment]
