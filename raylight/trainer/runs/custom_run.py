@@ -21,7 +21,7 @@ from raylight.tasks.datasets import as_dataset
 from raylight.trainer.cluster_fit.cluster_settings import fit_served
 from raylight.trainer.cluster_fit.hardware import ClusterFacts
 from raylight.trainer.components.run_components import RolloutComponents
-from raylight.trainer.output.report import Metrics, Report
+from raylight.trainer.output.report import Report
 from raylight.trainer.runs.run_spec import RunSpec, check_has_run, run_config
 from raylight.trainer.spec.arguments import GivenSettings
 from raylight.trainer.spec.inputs import Inputs, fixed_model, resolve_model
@@ -29,7 +29,7 @@ from raylight.trainer.spec.resume import Resume
 from raylight.trainer.spec.run_file import describe_algorithm
 from raylight.trainer.spec.run_resources import must_have_endpoints, with_policy
 from raylight.trainer.spec.settings import RolloutSettings, ServedSettings
-from raylight.types import FinishedRollout, JsonObject
+from raylight.types import JsonObject
 
 SERVING_ARGUMENTS = frozenset({"engine", "port", "seed"})
 """Arguments of a Trainer that an algorithm with its own loop and a served model reads."""
@@ -123,39 +123,17 @@ class CustomRun(RunSpec[RolloutSettings, RolloutComponents, Report]):
         return report.finish(counts) if self.trains else report.finish_plain(counts)
 
 
-@dataclass(frozen=True)
 class TrainerRunContext:
-    """Implements `raylight.algorithms.base.RunContext`.
+    """Implements `raylight.algorithms.base.RunContext` by the run's report.
 
-    Attributes:
+    Args:
         resume_file: `Algorithm.result_file` of the run to resume; None for a new run.
     """
 
-    report: Report
-    resume_file: Path | None = None
-
-    @property
-    def folder(self) -> Path:
-        return self.report.folder
-
-    @property
-    def checkpoint(self) -> Path:
-        return self.report.checkpoint
-
-    def model_path(self, model: str) -> str:
-        return resolve_model(model)
-
-    def report_failures(self, finished: list[FinishedRollout]) -> None:
-        self.report.failures(finished)
-
-    def stage(self, text: str) -> None:
-        self.report.stage(text)
-
-    def note(self, text: str) -> None:
-        self.report.note(text)
-
-    def step(self, step: int, metrics: Metrics) -> None:
-        self.report.step(step, metrics)
+    def __init__(self, report: Report, resume_file: Path | None = None) -> None:
+        self.folder, self.checkpoint, self.resume_file = report.folder, report.checkpoint, resume_file
+        self.stage, self.note, self.step = report.stage, report.note, report.step
+        self.report_failures, self.model_path = report.failures, resolve_model
 
 
 class AlgorithmLoop:

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from run_settings import KnownFacts
@@ -61,7 +62,7 @@ async def carry_out(algorithm: Any, planned_runs: list[Any], folder: Path, *data
     with pytest.raises(ReachedRay):
         rl.Trainer(algorithm=algorithm, output_dir=folder).fit(agent, *datasets)
     run: Any = SimpleNamespace(store=StoreClient(StoreService()), endpoints=SimpleNamespace(resources={}))
-    report: Any = SimpleNamespace(folder=folder)
+    report = Mock(folder=folder)
     async with within():
         await planned_runs[-1].loop(run, report).run()
 
