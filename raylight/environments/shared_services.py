@@ -34,9 +34,3 @@ def shared_service(kind: Callable[[Description], AnyService], description: Descr
     if service is None or not service.is_usable:
         service = services[kind, description] = kind(description)
     return service
-
-
-async def close_shared_services() -> None:
-    """End the services of this event loop."""
-    services = _SHARED.pop(asyncio.get_running_loop(), {}).values()
-    await asyncio.gather(*(service.close() for service in services))

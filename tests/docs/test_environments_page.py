@@ -9,10 +9,10 @@ from docs_snippets import DOCS, snippet, write_files
 from learning import learn
 from ray_cluster import Cluster
 from scripted_model import scripted_model
+from shared_services import close_shared_services
 
 import raylight as rl
 from examples.starter_models.make import make_starter
-from raylight.environments.shared_services import close_shared_services
 from raylight.quickstart import TOOL_MODEL
 
 PAGE = DOCS / "environments.md"

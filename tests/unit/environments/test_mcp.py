@@ -13,11 +13,11 @@ from typing import Any
 
 import psutil
 import pytest
+from shared_services import close_shared_services
 
 import raylight as rl
 from raylight.environments import mcp
 from raylight.environments.mcp import MCPTools
-from raylight.environments.shared_services import close_shared_services
 from raylight.errors import ConfigError, EnvironmentServerError, EnvironmentUnavailableError
 from raylight.runner.outcome import classify
 

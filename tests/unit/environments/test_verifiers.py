@@ -9,10 +9,10 @@ from typing import Any
 
 import psutil
 import pytest
+from shared_services import close_shared_services
 from unit_helpers import make_context, make_rollout, until, within
 
 import raylight as rl
-from raylight.environments.shared_services import close_shared_services
 from raylight.environments.verifiers import verifiers_agent
 from raylight.errors import ConfigError
 from raylight.runner.execute import execute
