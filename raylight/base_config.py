@@ -28,8 +28,8 @@ OLD_VALUES = {
 
 PEERS_NAMES = {
     "adv_estimator": ("advantage_estimator",),
-    "clip_ratio_high": ("epsilon_high", "eps_clip_high", "ratio_clip_max"),
-    "clip_ratio_low": ("epsilon", "eps_clip", "ratio_clip_min"),
+    "clip_ratio_high": ("epsilon", "epsilon_high", "eps_clip", "eps_clip_high", "ratio_clip_max"),
+    "clip_ratio_low": ("epsilon", "eps_clip", "eps_clip_low", "ratio_clip_min"),
     "grad_clip": ("max_grad_norm",),
     "group_size": (
         "n",
@@ -42,6 +42,7 @@ PEERS_NAMES = {
     "kl_coef": ("beta", "kl_loss_coef", "reference_policy_kl_penalty"),
     "lam": ("gae_lambda", "lambd"),
     "loss_agg_mode": ("loss_reduction", "loss_type"),
+    "loss_mode": ("loss_type",),
     "lr": ("learning_rate",),
     "lr_warmup_steps": ("warmup_steps",),
     "max_staleness": (
@@ -54,7 +55,7 @@ PEERS_NAMES = {
     "n_steps": ("max_num_steps", "max_steps", "num_rollout", "total_steps", "total_training_steps"),
     "norm_adv_by_std": ("norm_adv_by_std_in_grpo", "scale_rewards"),
     "ppo_epochs": ("num_iterations",),
-    "tasks_per_step": ("batch_size", "num_prompts_per_step", "rollout_batch_size", "train_batch_size"),
+    "tasks_per_step": ("num_prompts_per_step", "rollout_batch_size", "train_batch_size"),
     "val_every": ("eval_interval", "eval_steps", "test_freq", "val_period"),
 }
 """Names that verl, TRL, SkyRL, slime, prime-rl, AReaL and NeMo-RL have for settings, by raylight's name. An

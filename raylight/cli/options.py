@@ -37,11 +37,14 @@ Replicas = Annotated[int, typer.Option(min=1, help="Number of engine replicas.")
 ReplicaCpus = Annotated[
     float | None,
     typer.Option(
-        min=0, help="CPUs of a replica, which computes with as many threads; by default with all cores."
+        min=0,
+        help="CPUs of a replica, which computes with as many threads; by default a model above ten million "
+        "parameters has all cores.",
     ),
 ]
 ReplicaGpus = Annotated[
-    float | None, typer.Option(min=0, help="GPUs of a replica; by default one if the cluster has some.")
+    float | None,
+    typer.Option(min=0, help="GPUs of a replica; by default one, or a part, if the cluster has some."),
 ]
 Precision = Annotated[
     Dtype | None, typer.Option(help="Precision of the model; by default bfloat16 on a GPU, else float32.")

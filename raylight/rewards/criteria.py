@@ -36,7 +36,7 @@ class Criterion:
     """
 
     name: str
-    """Name, also of a reward."""
+    """Name of the criterion and of its reward."""
     description: str = ""
     """Text for the judge; not needed with `check`."""
     weight: float = 1.0

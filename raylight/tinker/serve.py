@@ -18,11 +18,19 @@ from raylight._utils.bounds import MAX_PROCESSES, MAX_SECONDS
 from raylight._utils.no_proxy import LOOPBACK
 from raylight.base_config import Config
 from raylight.config import EngineConfig, LearnerConfig
+from raylight.engines.vllm.args import most_workers
 from raylight.errors import ConfigError, EngineStartError, LearnerLostError
 from raylight.http.slow_clients import ImpatientProtocol
 from raylight.serving.local_endpoint import ThreadServer, listen
 from raylight.tinker.tinker_losses import SUBSTITUTES
-from raylight.trainer.cluster_fit.hardware import ClusterFacts, count_parameters, fit_engine, share_cores
+from raylight.trainer.cluster_fit.hardware import (
+    SHARES,
+    ClusterFacts,
+    count_parameters,
+    fit_engine,
+    is_open,
+    share_cores,
+)
 from raylight.trainer.components.served_model import ServedModel
 from raylight.trainer.ray_session.blocking import run_blocking
 from raylight.trainer.ray_session.cluster_monitor import component_stack, until_lost, watch_loss
@@ -145,16 +153,29 @@ def fit_trainer(
     Raises:
         ConfigError: engines and trainer do not fit on the GPUs, or a node cannot run the engine.
     """
-    own = {"num_cpus": "learner_cpus", "num_gpus": "learner_gpus"}
-    learner = LearnerConfig(
-        **{name: getattr(config, key) for name, key in own.items() if key in config.model_fields_set}
-    )
+    gpus, workers = facts.hardware.gpus, most_workers(serving.engine)
+    open_engine = is_open(serving.engine)
+    trainer = config.learner_gpus
+    if "learner_gpus" not in config.model_fields_set:
+        left = gpus - workers * (1 if open_engine else serving.engine.num_gpus)
+        shares = open_engine and workers == 1 and gpus >= 1
+        trainer = 1.0 if left >= 1 else SHARES[0] if shares else 0.0
     awake = serving.engine.model_copy(update={"sleep_while_learning": False})
-    choice = fit_engine(facts.hardware, replace(serving, engine=awake), requested, learner)
-    engine, learner = facts.engine_on_nodes(requested, choice.engine), choice.learner or learner
+    if open_engine and workers == 1 and 0 < gpus - trainer < 1:
+        awake = awake.model_copy(update={"num_gpus": round(gpus - trainer, 2)})
+    choice = fit_engine(facts.hardware.without(trainer), replace(serving, engine=awake), requested)
+    engine = facts.engine_on_nodes(requested, choice.engine)
+    learner = LearnerConfig(num_gpus=trainer)
+    if "learner_cpus" in config.model_fields_set:
+        learner = learner.model_copy(update={"num_cpus": config.learner_cpus})
     parameters = count_parameters(Path(serving.model_path)) or 0
     engine, learner = share_cores(facts.cores, parameters, engine, learner, overlaps=True)
-    return replace(serving, engine=engine), learner, choice.notes
+    notes = [] if engine.num_gpus else [*choice.notes]
+    if engine.num_gpus or trainer:
+        notes += [
+            f"GPUs: {gpus:g} in the cluster; {engine.num_gpus:g} for each engine, {trainer:g} for the trainer"
+        ]
+    return replace(serving, engine=engine), learner, tuple(notes)
 
 
 def with_adapters(serving: ServingSettings, config: TinkerConfig) -> ServingSettings:
@@ -208,7 +229,7 @@ async def _serve(
         actor = start_trainer(
             run,
             model.model_path,
-            model.engine.dtype,
+            "float32" if model.engine.num_gpus and not learner.num_gpus else model.engine.dtype,
             config.max_tokens_per_micro_batch,
             learner,
         )

@@ -24,7 +24,7 @@ VARIANTS = {
     "critic": LORA,
     "critic-scaled": {},
 }
-QUICK = ("tight", "lora", "ulysses-split", "critic")
+QUICK = ("tight", "replicated", "lora", "ulysses-split", "scaled", "critic")
 MOVED = ("padded", "packed", "tight")
 SCALED, GAE = {"loss_agg_mode": "seq-mean-token-sum-norm"}, {"adv_estimator": "gae"}
 CRITIC = {"lr": 1e-3, "mini_batches": 2}

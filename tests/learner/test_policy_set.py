@@ -150,7 +150,7 @@ def shared_set(models):
     return PolicySet(STARTER_MODEL, learner_config(), models, 2)
 
 
-@pytest.mark.slow
+@pytest.mark.slow(parts=4)
 def test_two_ranks_agree_with_one_and_continue_from_a_state(alone, tmp_path):
     folder = str(tmp_path / "states")
     content = TrainingStates(folder).new_content(1)

@@ -75,7 +75,6 @@ def one_thread():
     torch.set_num_threads(before)
 
 
-@pytest.mark.slow
 async def test_trl_trains_the_adapter(tmp_path: Path) -> None:
     train, val = additions(0)
     trl = algorithm(tmp_path, val_every=4, save_every=4)

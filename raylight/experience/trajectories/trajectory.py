@@ -237,7 +237,7 @@ def _shared_lengths(tokens: IntArray, nodes: list[_CallNode]) -> list[int]:
 
 
 def common_prefix(a: IntArray, b: IntArray) -> int:
-    """Return the common prefix's length of two shape (tokens,) arrays. Chunks grow: most differ early."""
+    """Return the length of two arrays' common prefix; shapes (tokens,). Chunks grow: most differ early."""
     end, start, size = min(len(a), len(b)), 0, 64
     while start < end:
         stop = min(start + size, end)

@@ -76,7 +76,7 @@ class Room:
         return (self.rewards if rewarded else self.spans) > 0
 
     def take(self, rewarded: bool) -> None:
-        """Reduce the room by a stored span's size."""
+        """Take the place of one span."""
         if rewarded:
             self.rewards -= 1
         else:

@@ -16,6 +16,7 @@ from raylight.rewards.group import GroupReward
 from raylight.trainer.cluster_fit.cluster_shape import ClusterShape, this_machine
 from raylight.trainer.cluster_fit.hardware import (
     ClusterFacts,
+    Hardware,
     PlannedFacts,
     at_once,
     count_parameters,
@@ -99,7 +100,11 @@ def fit_fixed(
     """
     if serving.engine.kind == "upstream":
         return serving, ()
-    choice = fit_engine(facts.hardware.without(taken), serving, requested)
+    if not requested.num_gpus and "num_gpus" in requested.model_fields_set:
+        hardware = Hardware(0.0)  # nodes with GPUs need not answer
+    else:
+        hardware = facts.hardware.without(taken)
+    choice = fit_engine(hardware, serving, requested)
     engine = facts.engine_on_nodes(requested, choice.engine)
     parameters = count_parameters(Path(serving.model_path)) or 0
     return replace(serving, engine=engine_on_cores(facts.cores, parameters, engine)), choice.notes

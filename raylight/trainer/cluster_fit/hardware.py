@@ -210,18 +210,19 @@ def learner_on_cores(cores: int, parameters: int, learner: LearnerConfig, others
     return _with_defaults(learner, num_threads=max(cores // (learner.n + others), 1))
 
 
-def _is_open(engine: EngineConfig) -> bool:
+def is_open(engine: EngineConfig) -> bool:
     """Return True for an engine that can compute on GPUs, without a setting of their number."""
     return "num_gpus" not in engine.model_fields_set and engine.kind in MODEL_ENGINES
 
 
 def _engine_alone(hardware: Hardware, engine: EngineConfig) -> tuple[EngineConfig, list[str]]:
     """Give a GPU to each worker of engines without a setting, if there are enough and no learners."""
-    if not hardware.gpus or not _is_open(engine):
+    if not hardware.gpus or not is_open(engine):
         return engine, []
     if (workers := most_workers(engine)) <= hardware.gpus:
         return _with_defaults(engine, num_gpus=1), []
-    return engine, [f"the engine computes on a CPU: its {workers} workers have {hardware.gpus:g} GPU(s)"]
+    note = f"the engine computes on a CPU: its {workers} worker(s) have {hardware.gpus:g} GPU(s)"
+    return engine, [f"{note}; lower engine.replicas or engine.max_replicas, or set engine.num_gpus"]
 
 
 def _assign_gpus(
@@ -229,7 +230,7 @@ def _assign_gpus(
 ) -> tuple[EngineConfig, LearnerConfig, list[str]]:
     """Give GPUs to learners and engines without a setting: each its own if there are enough, else shares."""
     ranks, workers, free = learner.n, most_workers(engine), hardware.gpus
-    open_learner, open_engine = "num_gpus" not in learner.model_fields_set, _is_open(engine)
+    open_learner, open_engine = "num_gpus" not in learner.model_fields_set, is_open(engine)
     if not free or not (open_learner or open_engine):
         return engine, learner, []
     if open_engine and open_learner:

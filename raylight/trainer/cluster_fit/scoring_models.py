@@ -80,8 +80,8 @@ def _check_top_k(path: str, top_k: int) -> None:
     vocabulary = read_config(path).get_text_config().vocab_size
     if top_k >= vocabulary:
         raise ConfigError(
-            f"teacher_top_k={top_k} is not one of the {vocabulary} tokens of the teacher {path}; lower it, "
-            "or leave it out for a teacher on the learners' ranks"
+            f"teacher_top_k={top_k} is not less than the {vocabulary} tokens of the teacher {path}; lower "
+            "it, or leave it out for a teacher on the learners' ranks"
         )
 
 

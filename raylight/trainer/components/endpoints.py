@@ -79,7 +79,7 @@ class Endpoints(Component):
         config = EngineConfig.parse({}, kind="upstream", url=llm.endpoint, api_key=llm.api_key, num_cpus=0)
         settings, owns_cluster = ServingSettings("", config, llm.model), self._owns_cluster
         served = ServedModel(
-            app_name, settings, self._secret, self._store, logger.info, owns_cluster, run=self._run_name
+            app_name, settings, self._secret, self._store, logger.warning, owns_cluster, run=self._run_name
         )
         await served.open(stack)
         served.prepare(0)

@@ -265,7 +265,9 @@ class CoordinatorMachine(RuleBasedStateMachine):
 
 TestCoordinatorMachine = CoordinatorMachine.TestCase
 TestCoordinatorMachine.settings = settings(
-    max_examples=20, stateful_step_count=40, suppress_health_check=list(HealthCheck)
+    max_examples=max(settings.default.max_examples // 2, 20),
+    stateful_step_count=40,
+    suppress_health_check=list(HealthCheck),
 )
 
 

@@ -19,6 +19,8 @@ from raylight.types import Generation, PlacedImage, Trajectory
 
 TOKENS = st.integers(0, 3)
 """Few different tokens, so that prefixes also coincide by chance."""
+IMAGE_TOKEN = 9
+"""Token that stands for images."""
 
 
 def relations(*calls: tuple[list[int], list[int]]) -> list[Relation]:
@@ -47,6 +49,8 @@ def conversations(draw: st.DrawFn) -> list[Generation]:
             earlier = draw(st.sampled_from(calls))
             prompt = earlier.token_ids.tolist() + draw(st.lists(TOKENS, max_size=3))
         images = draw(placed_images(len(prompt)))
+        for image in images:  # an engine has one token for all images, which it never samples
+            prompt[image.start : image.stop] = [IMAGE_TOKEN] * (image.stop - image.start)
         output = draw(st.lists(TOKENS, max_size=4))
         # values that identify the token and the call
         logprobs = [-(number + place / 100) - 0.001 for place in range(len(output))]
@@ -391,7 +395,7 @@ def known_trees(draw: st.DrawFn) -> Known:
 
 
 @given(known_trees())
-@settings(max_examples=100)
+@settings(max_examples=5 * settings.default.max_examples)
 def test_the_relations_of_a_known_tree(tree: Known) -> None:
     assert build_trajectories(tree.calls).relations == tree.relations
 
@@ -498,7 +502,7 @@ def plain_rows(calls: list[Generation]) -> list[list[Generation]]:
 
 
 @given(conversations())
-@settings(max_examples=100)
+@settings(max_examples=5 * settings.default.max_examples)
 def test_rows_match_a_plain_comparison(calls: list[Generation]) -> None:
     expected = [row[-1].token_ids.tolist() for row in plain_rows(calls)]
     made = build_trajectories(calls).rows

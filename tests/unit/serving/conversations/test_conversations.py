@@ -42,7 +42,7 @@ spoken = st.builds(
 
 @pytest.mark.parametrize("name", sorted(TOKENIZERS))
 @given(turns=st.lists(spoken, min_size=10, max_size=10))
-@settings(max_examples=6, deadline=None)
+@settings(max_examples=settings.default.max_examples // 3, deadline=None)
 def test_ten_turns_are_one_trajectory(name: str, turns: list[Spoken]) -> None:
     table = Table(name)
     for said in turns:

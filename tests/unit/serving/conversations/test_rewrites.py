@@ -118,7 +118,7 @@ calling = st.builds(
     "name", ["chatml", "thinking", "headers", "channels", "parts", "open_turns", "tools"]
 )
 @given(turns=st.lists(answers, min_size=6, max_size=6))
-@settings(max_examples=5, deadline=None)
+@settings(max_examples=settings.default.max_examples // 4, deadline=None)
 def test_other_white_space_is_one_row(name: str, turns: list[Spoken]) -> None:
     table = talk(RewritingTable(name, respaced), turns)
     assert_one_row(table)
@@ -128,7 +128,7 @@ def test_other_white_space_is_one_row(name: str, turns: list[Spoken]) -> None:
 
 @pytest.mark.parametrize("name", ["chatml", "thinking", "headers", "channels", "open_turns", "tools"])
 @given(turns=st.lists(texts, min_size=6, max_size=6), stopped=st.lists(st.booleans(), min_size=6, max_size=6))
-@settings(max_examples=5, deadline=None)
+@settings(max_examples=settings.default.max_examples // 4, deadline=None)
 def test_an_appended_stop_word_is_one_row(name: str, turns: list[str], stopped: list[bool]) -> None:
     table = RewritingTable(name, marked)
     for text, by_word in zip(turns, stopped, strict=True):
@@ -142,7 +142,7 @@ def test_an_appended_stop_word_is_one_row(name: str, turns: list[str], stopped: 
 
 @pytest.mark.parametrize("name", ["chatml", "thinking", "headers", "open_turns", "tools"])
 @given(turns=st.lists(answers, min_size=6, max_size=6))
-@settings(max_examples=5, deadline=None)
+@settings(max_examples=settings.default.max_examples // 4, deadline=None)
 def test_a_merged_message_is_one_row(name: str, turns: list[Spoken]) -> None:
     table = talk(RewritingTable(name, annotated), turns)
     assert_one_row(table)
@@ -153,7 +153,7 @@ def test_a_merged_message_is_one_row(name: str, turns: list[Spoken]) -> None:
 
 @pytest.mark.parametrize("name", ["tools", "thinking"])
 @given(turns=st.lists(calling, min_size=6, max_size=6))
-@settings(max_examples=5, deadline=None)
+@settings(max_examples=settings.default.max_examples // 4, deadline=None)
 def test_calls_as_text_are_one_row(name: str, turns: list[Spoken]) -> None:
     table = talk(RewritingTable(name, flattened), turns)
     assert_one_row(table)

@@ -93,7 +93,7 @@ PATHS = joined(
 
 
 @given(mine=st.tuples(IDS, IDS), other=st.tuples(IDS, IDS))
-@settings(max_examples=100)
+@settings(max_examples=5 * settings.default.max_examples)
 @example(mine=("a/b", "c"), other=("a", "b/c"))
 @example(mine=("a", "b"), other=("a%2Fattempt%2Fb", "c"))
 def test_a_key_opens_its_own_attempt_and_no_other(mine: tuple[str, str], other: tuple[str, str]) -> None:
@@ -108,7 +108,7 @@ def test_a_key_opens_its_own_attempt_and_no_other(mine: tuple[str, str], other: 
 
 
 @given(PATHS)
-@settings(max_examples=150)
+@settings(max_examples=7 * settings.default.max_examples)
 def test_no_address_at_all_leads_out_of_the_keys_attempt(path: str) -> None:
     site = Site()
     key = attempt_key(SECRET, "ro-1", "at-1")

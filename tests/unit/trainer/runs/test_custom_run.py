@@ -21,6 +21,7 @@ from raylight.quickstart import STARTER_MODEL
 from raylight.store.client import StoreClient
 from raylight.store.service import StoreService
 from raylight.trainer import launch
+from raylight.trainer.output.report import Report
 from raylight.trainer.ray_session.connection import Connection
 from raylight.trainer.runs.policy_run import PolicyRun
 
@@ -62,7 +63,7 @@ async def carry_out(algorithm: Any, planned_runs: list[Any], folder: Path, *data
     with pytest.raises(ReachedRay):
         rl.Trainer(algorithm=algorithm, output_dir=folder).fit(agent, *datasets)
     run: Any = SimpleNamespace(store=StoreClient(StoreService()), endpoints=SimpleNamespace(resources={}))
-    report = Mock(folder=folder)
+    report = Mock(spec=Report, folder=folder)
     async with within():
         await planned_runs[-1].loop(run, report).run()
 
