@@ -21,6 +21,9 @@ class ClearmlTracker(Tracker):
     def start(self, config: JsonObject) -> None:
         from clearml import Task
 
+        # threads report: a reporting process that is forked while another thread starts git inherits git's
+        # pipe; that thread waits for its end, and the driver's exit for the thread
+        Task._report_subprocess_enabled = False
         saved = self.saved_id
         continued = saved if saved and not saved.startswith(OFFLINE_ID) else False
         self._task = Task.init(
