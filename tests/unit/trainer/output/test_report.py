@@ -1,5 +1,6 @@
 """The files of a run directory."""
 
+import gc
 import json
 import tracemalloc
 from pathlib import Path
@@ -38,11 +39,17 @@ def test_metrics_are_one_object_a_step(report: Report, shown: RecordingDisplay) 
 def test_a_long_run_keeps_little_of_each_step(report: Report, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(RecordingDisplay, "step", lambda *_: None)
     steps = 100
+
+    def take(step: int) -> None:
+        metrics = {f"metric/{number}": step + number / 7 for number in range(100)}
+        report.step(step, metrics | {"train/reward": step / 7, "ledger/generated": 8.0 * step})
+
+    take(0)  # what is made once does not count
     tracemalloc.start()
     try:
-        for step in range(steps):
-            metrics = {f"metric/{number}": step + number / 7 for number in range(100)}
-            report.step(step, metrics | {"train/reward": step / 7, "ledger/generated": 8.0 * step})
+        for step in range(1, steps):
+            take(step)
+        gc.collect()
         used, _ = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()
