@@ -145,7 +145,7 @@ def fit_trainer(
 ) -> tuple[ServingSettings, LearnerConfig, tuple[str, ...]]:
     """Return the settings of the engines and of the trainer for the cluster, and messages for the user.
 
-    Clients sample and train at any time, so the engines never sleep.
+    Clients sample and train at any time: an engine and the trainer that share a GPU keep their memory.
 
     Args:
         requested: the user's settings of the engine, whose kind may be "auto".
@@ -160,10 +160,10 @@ def fit_trainer(
         left = gpus - workers * (1 if open_engine else serving.engine.num_gpus)
         shares = open_engine and workers == 1 and gpus >= 1
         trainer = 1.0 if left >= 1 else SHARES[0] if shares else 0.0
-    awake = serving.engine.model_copy(update={"sleep_while_learning": False})
     if open_engine and workers == 1 and 0 < gpus - trainer < 1:
-        awake = awake.model_copy(update={"num_gpus": round(gpus - trainer, 2)})
-    choice = fit_engine(facts.hardware.without(trainer), replace(serving, engine=awake), requested)
+        part = serving.engine.model_copy(update={"num_gpus": round(gpus - trainer, 2)})
+        serving = replace(serving, engine=part)
+    choice = fit_engine(facts.hardware.without(trainer), serving, requested)
     engine = facts.engine_on_nodes(requested, choice.engine)
     learner = LearnerConfig(num_gpus=trainer)
     if "learner_cpus" in config.model_fields_set:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import logging
 from collections.abc import Callable, Coroutine, Sequence
 from typing import TypeGuard
 
@@ -18,8 +17,6 @@ from raylight.trainer.components.served_model import ServedModel
 from raylight.trainer.spec.run_resources import with_policy
 from raylight.trainer.spec.settings import ServingSettings
 from raylight.types import ResourcesUpdate
-
-logger = logging.getLogger(__name__)
 
 
 class Endpoints(Component):
@@ -77,10 +74,8 @@ class Endpoints(Component):
     async def _serve_upstream(self, app_name: str, llm: LLM, stack: contextlib.AsyncExitStack) -> LLM:
         """Start a recording replica in front of an upstream model; return the model at its address."""
         config = EngineConfig.parse({}, kind="upstream", url=llm.endpoint, api_key=llm.api_key, num_cpus=0)
-        settings, owns_cluster = ServingSettings("", config, llm.model), self._owns_cluster
-        served = ServedModel(
-            app_name, settings, self._secret, self._store, logger.warning, owns_cluster, run=self._run_name
-        )
+        parts = app_name, ServingSettings("", config, llm.model), self._secret, self._store
+        served = ServedModel(*parts, self._show_stage, self._owns_cluster, run=self._run_name)
         await served.open(stack)
         served.prepare(0)
         return llm.model_copy(update={"endpoint": await served.start(), "api_key": None})
