@@ -21,7 +21,7 @@ async def answer_ticket(ticket: dict[str, str], llm: rl.LLM) -> float:
     if desk not in DESKS:
         return 0.0
 
-    def act(action: Action) -> Action:  # pydantic-ai reads the annotations, so they are no strings
+    def act(action: Action) -> Action:  # pydantic-ai reads the annotations, so they are not strings
         """Take an action."""
         return action
 

@@ -3,8 +3,8 @@
     pip install mini-swe-agent mcp
     python examples/harness_agent/train.py
 
-The first run makes a small model from demonstrations. Each rollout starts `mini` in a folder of its own with
-a broken module; after it has ended, tests enter that folder and are the reward.
+The first run makes a small model from demonstrations. Each rollout starts `mini` in a new folder with a
+broken module; after it has ended, tests run there and give the reward.
 """
 
 from __future__ import annotations

@@ -22,7 +22,7 @@ async def answer_customer(task: dict[str, str], llm: rl.LLM) -> dict[str, float]
 
 
 def merit(answer: str) -> int:
-    """Return the points of an answer: those of `courtesy`, and three less for more than three sentences."""
+    """Return `courtesy` of an answer, less three points for more than three sentences."""
     return courtesy(answer) - 3 * (answer.count(".") > 3)
 
 

@@ -1,4 +1,4 @@
-"""A stand-in for a judge: a server with OpenAI's API that looks for words. It is no model."""
+"""A stand-in for a judge: a server with OpenAI's API that looks for words, without a model."""
 
 from __future__ import annotations
 

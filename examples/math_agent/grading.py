@@ -2,7 +2,7 @@
 expression.
 
 The model's text is never executed, and is compared within limits of length, size and time. Numbers are
-compared here; expressions with unknowns need sympy, which runs in a process of its own with a deadline
+compared here; expressions with unknowns need sympy, which runs in a separate process with a deadline
 (symbolic.py).
 """
 

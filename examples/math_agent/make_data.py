@@ -36,7 +36,7 @@ class Problem:
     Attributes:
         steps: expressions to calculate in order; `{0}` is the result of the first one.
         formula: the result in one expression, from the numbers of the question.
-        result: the expected answer; None for that of the last step.
+        result: the expected answer; None for the result of the last step.
     """
 
     question: str

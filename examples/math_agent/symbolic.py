@@ -1,4 +1,4 @@
-"""Compare two expressions with sympy, in a process of its own that grading.py starts.
+"""Compare two expressions with sympy, in a separate process that grading.py starts.
 
 The argument is the CPU time limit in seconds, enforced by the kernel; stdin holds both texts as JSON. Prints
 true or false.

@@ -76,7 +76,7 @@ def grade(task: dict[str, Any], spans: Iterable[SpanLike]) -> Grade:
 
     Args:
         task: see `design_tasks.make_task`.
-        spans: spans of the attempt, in order; other spans than those of tools are ignored.
+        spans: spans of the attempt, in order; only tool calls and the answer are read.
     """
     spans = list(spans)
     calls = tool_calls(spans)

@@ -40,7 +40,7 @@ It leaves room for improvement: no order of the tools, no advice on how to searc
 async def design(
     task: dict, llm: rl.LLM, system_prompt: rl.PromptTemplate, simulator: str
 ) -> dict[str, float]:
-    """Design a flowsheet; the rewards are those of `design_reward.Grade.named`.
+    """Design a flowsheet; return the rewards of `design_reward.Grade.named`.
 
     Raises:
         SimulatorUnavailableError: the simulator did not respond. The rollout fails without a reward.

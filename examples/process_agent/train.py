@@ -58,7 +58,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--temperature",
         type=float,
-        help="sampling temperature of the agent's model; default: that of the API",
+        help="sampling temperature of the agent's model; default: the API's",
     )
     parser.add_argument(
         "--max-model-len",

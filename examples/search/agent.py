@@ -25,7 +25,7 @@ def search(query: str) -> str:
 
 @rl.rollout
 async def look_up(task: dict[str, Any], llm: rl.LLM) -> float:
-    """Return 1 if the answer is that of the task, and 0 otherwise.
+    """Return 1 if the answer is the task's, and 0 otherwise.
 
     Args:
         task: `question` and `answer`.

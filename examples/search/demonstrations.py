@@ -23,7 +23,7 @@ TOOL = {
 
 
 def searches(seed: int) -> Iterator[dict[str, Any]]:
-    """Yield conversations that end with the right answer, about facts that are not those of the corpus."""
+    """Yield conversations that end with the right answer, about facts that are not in the corpus."""
     for fact in itertools.chain.from_iterable(
         make_facts(seed=1 + seed * CORPORA + n) for n in range(CORPORA)
     ):

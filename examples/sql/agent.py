@@ -39,7 +39,7 @@ async def ask_database(task: dict[str, Any], llm: rl.LLM) -> float:
     messages = [SystemMessage(SYSTEM), HumanMessage(task["question"])]
     try:
         await graph.ainvoke({"messages": messages}, {"recursion_limit": 2 * MAX_QUERIES + 2})
-    except (ValidationError, GraphRecursionError):  # arguments that are no object, or never those of the tool
+    except (ValidationError, GraphRecursionError):  # arguments that are not an object, or never fit the tool
         return 0.0
     return float(results[-1:] == [run_query(database, task["query"])])
 
@@ -47,7 +47,7 @@ async def ask_database(task: dict[str, Any], llm: rl.LLM) -> float:
 def query_tool(database: sqlite3.Connection, results: list[Any]) -> BaseTool:
     """Return the tool, which appends the rows of each query to `results`, or None for one that is wrong.
 
-    It is asynchronous, because LangGraph runs other tools in threads of their own.
+    It is asynchronous, because LangGraph runs synchronous tools in other threads.
     """
 
     @tool

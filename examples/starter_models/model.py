@@ -69,7 +69,7 @@ def build_model(tokenizer: Any, size: str) -> Any:
     )
     model = Qwen3ForCausalLM(config)
     attend_to_previous(model)
-    # explicit, so that no engine applies sampling defaults of its own
+    # explicit, so that no engine applies its own sampling defaults
     model.generation_config = GenerationConfig(do_sample=True, temperature=1.0, top_k=0, top_p=1.0, **special)
     return model
 

@@ -54,7 +54,7 @@ class Transcript:
 
 
 class Case(Protocol):
-    """One task with a database of its own."""
+    """One task with its own database."""
 
     policy: str
     person: Person

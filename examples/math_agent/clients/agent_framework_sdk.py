@@ -1,4 +1,4 @@
-"""The agent with Microsoft's agent-framework, which has an MCP client of its own.
+"""The agent with Microsoft's agent-framework, which includes an MCP client.
 
 Its `chat` spans have the ids of the responses that raylight captured, which connects both records of a call.
 """

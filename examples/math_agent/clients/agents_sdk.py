@@ -1,4 +1,4 @@
-"""The agent with the OpenAI Agents SDK, which has an MCP client of its own."""
+"""The agent with the OpenAI Agents SDK, which includes an MCP client."""
 
 from __future__ import annotations
 

@@ -57,5 +57,5 @@ async def _tool_message(call: ChatCompletionMessageToolCallUnion, tools: Calcula
             if isinstance(arguments, dict):
                 result = await tools.call(call.function.name, arguments)
             else:
-                result = "error: the arguments are no JSON object"
+                result = "error: the arguments are not a JSON object"
     return {"role": "tool", "tool_call_id": call.id, "content": result}

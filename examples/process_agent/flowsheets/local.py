@@ -53,8 +53,8 @@ def check_simulator(url: str) -> None:
 
 @contextlib.contextmanager
 def _started() -> Iterator[str]:
-    """Start the service in a process of its own, on a free loopback port; it ends with this process, even
-    after a kill."""
+    """Start the service in a child process, on a free loopback port; it ends with this process, even after a
+    kill."""
     command = [
         sys.executable,
         "-m",

@@ -230,7 +230,7 @@ class Properties:
         )
 
     def _spread(self, active: list[int], phase: Any) -> tuple[float, ...] | None:
-        """Mole fractions over all components, from those of the present ones."""
+        """Mole fractions over all components; absent ones get 0."""
         if phase is None:
             return None
         found = dict(zip(active, phase.zs, strict=True))

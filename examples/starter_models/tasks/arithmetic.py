@@ -12,7 +12,7 @@ from raylight.quickstart.calculator import ADD
 
 
 def add(seed: int) -> Iterator[dict[str, Any]]:
-    """Yield the quickstart's additions with their sums, those of the validation first."""
+    """Yield the quickstart's additions with their sums, validation additions first."""
     for task in _tasks(seed):
         yield {
             "messages": [

@@ -25,7 +25,7 @@ def textarena(id: str, seed: int, **settings: Any) -> Iterator[dict[str, Any]]:
     """
     if not id.startswith("GuessTheNumber-"):
         raise ConfigError(
-            f"the task textarena:{id} has no teacher; GuessTheNumber-v0 has one, and a function of your own, "
+            f"the task textarena:{id} has no teacher; GuessTheNumber-v0 has one, and your own function, "
             "package.module:function, may yield demonstrations of another game"
         )
     check_game(id, settings)

@@ -1,4 +1,4 @@
-"""Procedural puzzles of the package reasoning-gym, with the answers of its own datasets."""
+"""Procedural puzzles of the package reasoning-gym, with the answers of its datasets."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def reasoning_gym(name: str, seed: int, **config: Any) -> Iterator[dict[str, Any
     """
     dataset = create_dataset(name, PUZZLES, seed + SEED_OFFSET, config)
     for entry in dataset:
-        if isinstance(entry["answer"], str):  # some puzzles have no answer of their own, only a score
+        if isinstance(entry["answer"], str):  # some puzzles have no answer, only a score
             yield {
                 "messages": [
                     {"role": "user", "content": entry["question"]},

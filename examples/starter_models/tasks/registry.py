@@ -24,7 +24,7 @@ class TaskFamily:
             ones, up to 128 measure the accuracy and are not trained on. Its parameters are options, and
             `seed` if it has one.
         size: size of the model.
-        steps: training steps at most, without those of the careless teacher.
+        steps: training steps at most, not counting the careless teacher's.
         accuracy: accuracy that is aimed at.
         argument: option that follows the colon of a task's name; none for a family without.
     """

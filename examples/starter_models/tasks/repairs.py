@@ -47,7 +47,7 @@ def harness(format: str, seed: int, conversation: str | None = None) -> Iterator
         format: name of the form, one of `FORMATS`.
         conversation: JSON file with the form of another harness: `messages` and `tools` of a conversation,
             with `{prompt}` for the text of the task and `{command}` for the command that repairs it.
-            `{system}`, `{release}`, `{version}` and `{machine}` are those of this machine.
+            `{system}`, `{release}`, `{version}` and `{machine}` describe this machine.
 
     Raises:
         ConfigError: the form is unknown.

@@ -21,7 +21,7 @@ def read_file(name: str) -> str:
 
 
 class DeskCase:
-    """A task with a database of its own."""
+    """A task with its own database."""
 
     def __init__(self, task: dict[str, Any]) -> None:
         self._before = json.loads(read_file("db.json"))
