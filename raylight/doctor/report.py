@@ -32,7 +32,7 @@ from raylight.doctor.facts import (
     xgrammar_problem,
 )
 from raylight.engines.model_report import ModelReport, report_model
-from raylight.engines.registry import ENGINES, MODEL_ENGINES, choose_engine
+from raylight.engines.registry import ENGINES, choose_engine, model_engines
 from raylight.errors import ConfigError
 from raylight.serving.deploy.leftovers import Leftover, find_leftovers, remove
 from raylight.trainer.cluster_fit.cluster_settings import plan_settings
@@ -71,7 +71,7 @@ def examine(model: str | None = None, address: str | None = None, as_json: bool 
     xgrammar_error = load_xgrammar() if installed("xgrammar") else None
     if xgrammar_error:
         problems.append(xgrammar_problem(xgrammar_error))
-    reports = [report_model(path, engine) for engine in MODEL_ENGINES] if path else []
+    reports = [report_model(path, engine) for engine in model_engines()] if path else []
     used = [report for report in reports if report.engine == "transformers" or installed_vllm()]
     remedies = {name: remedy for report in used for name, remedy in report.remedies().items()}
     problems += [hint(name, remedy) for name, remedy in remedies.items()]

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 
 from raylight.engines.families import THINK, find_style
+from raylight.engines.registry import engine_traits
 from raylight.engines.transformers.message import PARSERS
 from raylight.engines.vllm.args import read_template
 from raylight.errors import ModelNotFoundError
@@ -17,7 +18,7 @@ class ModelReport:
     """Report of how an engine reads a model.
 
     Attributes:
-        engine: "transformers" or "vllm".
+        engine: name of the engine.
         context_length: the model's own limit in tokens; None if its configuration has none.
         has_template: True if the model has a chat template, which all dialects but completions need.
         tools_in_template: True if the template shows tools to the model.
@@ -57,7 +58,7 @@ class ModelReport:
 
     def remedies(self) -> dict[str, str]:
         """Return what is missing, and what to do about it."""
-        found = {}
+        found, traits = {}, engine_traits(self.engine)
         if not self.has_template:
             found["the model has no chat template, so that only /v1/completions works"] = (
                 "set tokenizer.chat_template and save the tokenizer into the model's folder"
@@ -68,25 +69,25 @@ class ModelReport:
             )
         elif self.tool_parser is None:
             setting, known = (
-                ("tool_parser", f"one of {', '.join(PARSERS)}")
-                if self.engine == "transformers"
-                else ("tool_call_parser", "a parser of vLLM, with enable_auto_tool_choice=True")
+                ("tool_call_parser", "a parser of vLLM, with enable_auto_tool_choice=True")
+                if traits.vllm_parsers
+                else ("tool_parser", f"one of {', '.join(PARSERS)}")
             )
             found[f"the {self.engine} engine does not know how the model calls tools: calls stay text"] = (
                 f"set engine.args.{setting} ({known})"
             )
         if self.writes_reasoning and self.reasoning is None:
-            setting = "reasoning=True" if self.engine == "transformers" else "reasoning_parser, such as qwen3"
+            setting = "reasoning_parser, such as qwen3" if traits.vllm_parsers else "reasoning=True"
             found[f"the {self.engine} engine leaves the model's reasoning in its answers"] = (
                 f"set engine.args.{setting}"
             )
         if self.has_vision and self.image_obstacle is not None:
             problem, _, remedy = self.image_obstacle.rpartition("; ")
             found[f"the model has a vision part, and requests with images are refused: {problem}"] = remedy
-        elif self.image_obstacle is None and self.engine == "vllm" and find_spec("torchvision") is None:
-            found["vLLM loads a model that takes images only with torchvision, which is not installed"] = (
-                "install the version for this torch, or set engine={'kind': 'transformers'}"
-            )
+        elif self.image_obstacle is None and (package := traits.image_package) and not find_spec(package):
+            found[
+                f"the {self.engine} engine loads this model only with {package}, which is not installed"
+            ] = "install the version for this torch, or set engine={'kind': 'transformers'}"
         return found
 
 
@@ -95,7 +96,7 @@ def report_model(path: str, engine: str, args: JsonObject | None = None) -> Mode
 
     Args:
         path: the model's folder.
-        engine: "transformers" or "vllm".
+        engine: name of the engine, which loads a model.
         args: `EngineConfig.args`, which override what is detected.
 
     Raises:
@@ -116,9 +117,10 @@ def report_model(path: str, engine: str, args: JsonObject | None = None) -> Mode
         ) from None
     limit = getattr(config.get_text_config(), "max_position_embeddings", None)
     tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=False)
-    override = read_template(args.get("chat_template")) if engine == "vllm" else None
+    vllm = engine_traits(engine).vllm_parsers
+    override = read_template(args.get("chat_template")) if vllm else None
     style = find_style(tokenizer, config.model_type, override)
-    if engine == "vllm":
+    if vllm:
         chosen = args.get("tool_call_parser")
         is_set, detected = chosen is not None, style.vllm_tools
         reasoning = args.get("reasoning_parser", style.vllm_reasoning)

@@ -1,7 +1,8 @@
 """Registry of engines, and the choice of one from the settings.
 
-A built-in engine is one row of `ENGINES`. Any other engine is named by its dotted name,
-`package.module:Engine`; what such a class must offer is stated in `raylight.engines.protocol`.
+A built-in engine is one row of `ENGINES`, which also states its capabilities. Any other engine is named by
+its dotted name, `package.module:Engine`; what such a class must offer is stated in
+`raylight.engines.protocol`.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import inspect
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
@@ -27,8 +28,8 @@ EngineFactory = Callable[..., Engine | Awaitable[Engine]]
 
 
 @dataclass(frozen=True)
-class BuiltInEngine:
-    """One row of the registry.
+class EngineTraits:
+    """Factory and capabilities of an engine. An engine by dotted name has the defaults.
 
     Attributes:
         factory: dotted name of the class or function that constructs the engine in the replica's process.
@@ -38,6 +39,21 @@ class BuiltInEngine:
             from the `EngineConfig` and the model's folder. None: a replica is one actor with the resources
             of the `EngineConfig`.
         limits_requests: the engine itself answers requests beyond `EngineConfig.max_waiting` with status 503.
+        loads_model: it loads a model into this machine's memory, on a CPU or a GPU for each worker.
+        process_bytes: host memory of its process without a model.
+        memory_arg: argument for the share of a GPU's memory that it reserves when it starts, with a key-value
+            cache of a fixed size. None: its cache grows with the sequences, up to `max_concurrent`.
+        sleep_arg: argument with which it can free a device's memory while learners compute. None: it cannot.
+        weight_names: names of the weights that it receives: of the checkpoint's files, or of the modules.
+        vllm_transfer: it receives weights by vLLM's backends, also from GPU to GPU.
+        vllm_parsers: vLLM's parsers read a model's tool calls and reasoning, as vLLM's arguments choose.
+        vllm_lora: it starts with the layers and the highest rank of adapters, in vLLM's arguments.
+        image_package: package without which it loads no model that takes images.
+        logprobs_arg: argument for the most log-probs of a token that it returns. None: it has no limit.
+        scores_by_sampling: it scores a row of tokens by sampling one more. False: by one pass over the row.
+        routes_arg: argument that records the experts of each token. None: it cannot.
+        routeless_args: arguments with which it records no experts, or wrong ones.
+        routes_every_layer: a token's record has room for the layers without experts.
     """
 
     factory: str
@@ -45,25 +61,66 @@ class BuiltInEngine:
     check_args: str | None = None
     serve_options: str | None = None
     limits_requests: bool = False
+    loads_model: bool = False
+    process_bytes: int = 620 * 2**20
+    memory_arg: str | None = None
+    sleep_arg: str | None = None
+    weight_names: Literal["checkpoint", "module"] = "module"
+    vllm_transfer: bool = False
+    vllm_parsers: bool = False
+    vllm_lora: bool = False
+    image_package: str | None = None
+    logprobs_arg: str | None = None
+    scores_by_sampling: bool = False
+    routes_arg: str | None = None
+    routeless_args: tuple[str, ...] = ()
+    routes_every_layer: bool = False
 
 
-ENGINES: dict[str, BuiltInEngine] = {
-    "transformers": BuiltInEngine(
+ENGINES: dict[str, EngineTraits] = {
+    "transformers": EngineTraits(
         "raylight.engines.transformers.engine:build_engine",
         frozenset({"tool_parser", "reasoning", "max_new_tokens"}),
         limits_requests=True,
+        loads_model=True,
+        routes_arg="record_routes",
     ),
-    "vllm": BuiltInEngine(
+    "vllm": EngineTraits(
         "raylight.engines.vllm.start:start_engine",
         check_args="raylight.engines.vllm.args:check_args",
         serve_options="raylight.engines.vllm.placement:serve_options",
         limits_requests=True,
+        loads_model=True,
+        process_bytes=1500 * 2**20,
+        memory_arg="gpu_memory_utilization",
+        sleep_arg="enable_sleep_mode",
+        weight_names="checkpoint",
+        vllm_transfer=True,
+        vllm_parsers=True,
+        vllm_lora=True,
+        image_package="torchvision",
+        logprobs_arg="max_logprobs",
+        scores_by_sampling=True,
+        routes_arg="enable_return_routed_experts",
+        routeless_args=(  # keys and values come back from elsewhere, or each update makes another kernel
+            *("pipeline_parallel_size", "decode_context_parallel_size", "prefill_context_parallel_size"),
+            *("kv_transfer_config", "kv_offloading_size", "quantization"),
+        ),
+        routes_every_layer=True,
     ),
-    "upstream": BuiltInEngine("raylight.engines.upstream:build_engine"),
+    "upstream": EngineTraits("raylight.engines.upstream:build_engine"),
 }
-MODEL_ENGINES = ("transformers", "vllm")
-"""Engines that load a model into this machine's memory, on a CPU or a GPU for each worker."""
 METHODS = [name for name, _ in inspect.getmembers(Engine, inspect.isfunction) if name[0] != "_"]
+
+
+def engine_traits(kind: str) -> EngineTraits:
+    """Return the traits of a built-in engine, or of one by dotted name, which is not imported."""
+    return ENGINES.get(kind) or EngineTraits(kind)
+
+
+def model_engines() -> list[str]:
+    """Return the names of the engines that load a model."""
+    return [name for name, traits in ENGINES.items() if traits.loads_model]
 
 
 def choose_engine(config: EngineConfig) -> str:
@@ -126,7 +183,7 @@ async def build_engine(settings: EngineSettings) -> Engine:
     if isinstance(engine, Awaitable):
         engine = await engine
     _check_methods(kind, engine)
-    if kind in ENGINES and ENGINES[kind].limits_requests:
+    if engine_traits(kind).limits_requests:
         return engine
     limited: Any = LimitedEngine(engine, settings.config)
     return limited

@@ -83,13 +83,18 @@ def find_transport(name: str) -> Transport:
 
 
 def choose_transport(
-    engine: EngineConfig, learner: LearnerConfig, workers: int, during_updates: bool = False
+    engine: EngineConfig,
+    learner: LearnerConfig,
+    workers: int,
+    vllm_transfer: bool,
+    during_updates: bool = False,
 ) -> str:
     """Resolve `engine.weight_transfer` to the name of a transport that engines and learners support.
 
     Args:
         engine: its `kind` is resolved already.
         workers: most workers that all replicas may have.
+        vllm_transfer: the engine receives weights by vLLM's backends.
         during_updates: weights are sent while the next update runs.
 
     Raises:
@@ -97,10 +102,10 @@ def choose_transport(
     """
     name, on_gpus = engine.weight_transfer, bool(engine.num_gpus and learner.num_gpus)
     if name == "auto":
-        name = _fastest(engine, learner, workers) if engine.kind == "vllm" and on_gpus else "gloo"
+        name = _fastest(engine, learner, workers) if vllm_transfer and on_gpus else "gloo"
         return "gloo" if during_updates and not TRANSPORTS[name].during_updates else name
     transport = find_transport(name)
-    if engine.kind != "vllm" and transport.receiver is None:
+    if not vllm_transfer and transport.receiver is None:
         raise ConfigError(
             f"{WHERE}={name!r} is a backend of vLLM, and the engine is {engine.kind!r}; leave it out, or set "
             "engine.kind to 'vllm'"

@@ -125,9 +125,8 @@ def planned_engine(model: str, task: dict[str, Any]) -> int:
     from raylight.trainer.cluster_fit.model_shape import read_shape
     from raylight.trainer.cluster_fit.role_needs import engine_memory
 
-    return engine_memory(model, read_shape(model), "transformers", EngineConfig(**task["engine"]), 0).total(
-        "host"
-    )
+    config = EngineConfig(**{"kind": "transformers"} | task["engine"])
+    return engine_memory(model, read_shape(model), config, 0).total("host")
 
 
 def measure(task: dict[str, Any]) -> int:

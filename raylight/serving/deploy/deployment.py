@@ -22,7 +22,7 @@ from raylight._utils.no_proxy import LOOPBACK
 from raylight._utils.ray_resources import format_amounts
 from raylight.components import import_dotted_name
 from raylight.config import EngineConfig
-from raylight.engines.registry import ENGINES
+from raylight.engines.registry import engine_traits
 from raylight.errors import ConfigError, EngineStartError, PortInUseError
 from raylight.http.request import MAX_ARRIVING
 from raylight.serving.deploy import ingress
@@ -53,9 +53,9 @@ def build_application(settings: ReplicaSettings, env: dict[str, str]) -> serve.A
     """
     config = settings.config
     check_node_size(config, [node["Resources"] for node in alive_nodes()])
-    built_in = ENGINES.get(config.kind)
-    if built_in is not None and built_in.serve_options is not None:
-        make = import_dotted_name(built_in.serve_options, "EngineConfig.kind", is_ours=True)
+    serve_options = engine_traits(config.kind).serve_options
+    if serve_options is not None:
+        make = import_dotted_name(serve_options, "EngineConfig.kind", is_ours=True)
         options = make(config, settings.model_path)
     else:
         options = one_actor(config)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from raylight.algorithms.policy import PolicyAlgorithm, RunSettings
 from raylight.config import EngineConfig, LearnerConfig, RunnerConfig, SessionConfig, StoreConfig
-from raylight.engines.registry import MODEL_ENGINES, choose_engine
+from raylight.engines.registry import choose_engine, engine_traits, model_engines
 from raylight.engines.vllm.args import asked_gpus
 from raylight.errors import ConfigError
 from raylight.rewards.group import GroupReward
@@ -162,7 +162,7 @@ def fit_hardware(
     engine = choice.engine
     if engine.num_gpus:
         rollouts = training.algorithm.tasks_per_step * training.algorithm.group_size
-        if engine.kind == "vllm":  # another engine has memory for each sequence from its start
+        if engine_traits(engine.kind).memory_arg:  # so that further sequences take no more memory
             engine = at_once(engine, rollouts, engine.replicas)
         runner = at_once(runner, rollouts, runner.n)
     engine = facts.engine_on_nodes(requested, engine)
@@ -209,10 +209,10 @@ def plan_settings(
             "shown, and checked, when its run starts"
         )
     model_path, kind = resolve_model(algorithm.model), _planned_engine(requested.engine, cluster)
-    if kind not in MODEL_ENGINES:
+    if not engine_traits(kind).loads_model:
         raise ConfigError(
             f"the memory of the engine {kind!r:.100} is not known, and a plan does not import it; plan with "
-            f"--set engine.kind={' or '.join(MODEL_ENGINES)}"
+            f"--set engine.kind={' or '.join(model_engines())}"
         )
     requested = replace(requested, engine=requested.engine.model_copy(update={"kind": kind}))
     teachers = plan_teachers(algorithm, model_path)

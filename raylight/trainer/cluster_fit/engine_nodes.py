@@ -17,7 +17,7 @@ from ray.exceptions import GetTimeoutError, RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy as OnNode
 
 from raylight.config import EngineConfig, LearnerConfig
-from raylight.engines.registry import MODEL_ENGINES, choose_engine, has_vllm
+from raylight.engines.registry import choose_engine, engine_traits, has_vllm
 from raylight.errors import ConfigError, summarize_ray_error
 
 Answer = TypeVar("Answer")
@@ -38,7 +38,7 @@ def engine_on_nodes(requested: EngineConfig, engine: EngineConfig) -> EngineConf
     Raises:
         ConfigError: vLLM is missing on the driver's node or on a GPU node.
     """
-    if not engine.num_gpus or engine.kind not in MODEL_ENGINES:
+    if not engine.num_gpus or not engine_traits(engine.kind).loads_model:
         return engine
     if requested.kind not in ("auto", "vllm"):
         return engine

@@ -15,7 +15,7 @@ import ray
 from raylight._utils.machine import available_cpus
 from raylight.base_config import Config
 from raylight.config import EngineConfig, LearnerConfig, RunnerConfig
-from raylight.engines.registry import MODEL_ENGINES, choose_engine
+from raylight.engines.registry import choose_engine, engine_traits
 from raylight.engines.vllm.args import most_workers
 from raylight.errors import ConfigError
 from raylight.experience.settings.policy_settings import PolicySettings
@@ -183,7 +183,7 @@ def share_cores(
 
 
 def _computes_on_cpus(engine: EngineConfig) -> bool:
-    return engine.kind in MODEL_ENGINES and not engine.num_gpus
+    return engine_traits(engine.kind).loads_model and not engine.num_gpus
 
 
 def engine_on_cores(cores: int, parameters: int, engine: EngineConfig, others: int = 0) -> EngineConfig:
@@ -212,7 +212,7 @@ def learner_on_cores(cores: int, parameters: int, learner: LearnerConfig, others
 
 def is_open(engine: EngineConfig) -> bool:
     """Return True for an engine that can compute on GPUs, without a setting of their number."""
-    return "num_gpus" not in engine.model_fields_set and engine.kind in MODEL_ENGINES
+    return "num_gpus" not in engine.model_fields_set and engine_traits(engine.kind).loads_model
 
 
 def _engine_alone(hardware: Hardware, engine: EngineConfig) -> tuple[EngineConfig, list[str]]:
@@ -263,7 +263,7 @@ def _share(
     They take turns, and the engine frees its memory meanwhile, unless the engine samples during updates.
     """
     learner_share, engine_share = SHARES if learner.n >= most_workers(engine) else SHARES[::-1]
-    sleeps = engine.kind == "vllm" and not work.overlaps
+    sleeps = engine_traits(engine.kind).sleep_arg is not None and not work.overlaps
     shared = _with_defaults(engine, num_gpus=engine_share, sleep_while_learning=sleeps)
     learner = _with_defaults(learner, num_gpus=learner_share)
     if not _keeps_states(hardware, shared, learner, work):
@@ -290,11 +290,12 @@ def engine_on_gpu(engine: EngineConfig, learner: LearnerConfig | None, context: 
     if learner is not None:
         longest = min(longest, learner.row_limit)
     engine = _with_defaults(engine, dtype="bfloat16", max_model_len=max(longest, 8))
-    if engine.kind != "vllm" or engine.num_gpus >= 1:
+    traits = engine_traits(engine.kind)
+    if traits.memory_arg is None or engine.num_gpus >= 1:
         return engine
-    args: JsonObject = {"gpu_memory_utilization": engine.num_gpus}
-    if engine.sleep_while_learning:
-        args["enable_sleep_mode"] = True
+    args: JsonObject = {traits.memory_arg: engine.num_gpus}
+    if engine.sleep_while_learning and traits.sleep_arg:
+        args[traits.sleep_arg] = True
     return engine.model_copy(update={"args": args | engine.args})
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import ray
 
-from raylight.engines.registry import MODEL_ENGINES
+from raylight.engines.registry import engine_traits
 from raylight.engines.vllm.args import asked_gpus
 from raylight.errors import ConfigError
 from raylight.trainer.cluster_fit.cluster_shape import GIB, ClusterShape, this_machine
@@ -31,7 +31,7 @@ def check_memory(settings: TrainedSettings) -> None:
         ConfigError: it does not; the message lists what is missing and what to change.
     """
     serving, training = settings.serving, settings.training
-    if serving.engine.kind not in MODEL_ENGINES or training.learner.kind != "ranks":
+    if not engine_traits(serving.engine.kind).loads_model or training.learner.kind != "ranks":
         return
     needed = SMALL_MODEL * _size_of_files(serving.model_path) + 4 * GIB
     learner = training.learner

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Self
 
 from raylight.config import EngineConfig, LearnerConfig, LoraConfig, RunnerConfig
+from raylight.engines.registry import engine_traits
 from raylight.engines.vllm.args import most_workers
 from raylight.experience.settings.policy_settings import PolicySettings
 from raylight.trainer.cluster_fit.cluster_shape import ClusterShape
@@ -40,13 +41,11 @@ class PlannedRun:
 
     Attributes:
         model_path: folder of the model.
-        kind: the engine, "vllm" or "transformers".
         teachers: those with dedicated engines.
         reward_models: those that the group reward calls.
     """
 
     model_path: str
-    kind: str
     engine: EngineConfig
     learner: LearnerConfig
     runner: RunnerConfig
@@ -63,7 +62,6 @@ class PlannedRun:
         serving, training = settings.serving, settings.training
         return cls(
             serving.model_path,
-            serving.engine.kind,
             serving.engine,
             training.learner,
             settings.runner,
@@ -118,7 +116,7 @@ def _roles(run: PlannedRun, shape: ModelShape, cluster: ClusterShape) -> list[Ro
             run.models,
             run.rollouts,
         ),
-        engine_memory(run.model_path, shape, run.kind, run.engine, cluster.gpu_memory),
+        engine_memory(run.model_path, shape, run.engine, cluster.gpu_memory),
         *(_teacher(teacher, cluster) for teacher in run.teachers),
         *map(reward_model_memory, run.reward_models),
         *other_memory(run.runner),
@@ -127,9 +125,9 @@ def _roles(run: PlannedRun, shape: ModelShape, cluster: ClusterShape) -> list[Ro
 
 def _teacher(teacher: ServingSettings, cluster: ClusterShape) -> RoleMemory:
     path, engine, shape = teacher.model_path, teacher.engine, read_shape(teacher.model_path)
-    memory = engine_memory(path, shape, engine.kind, engine, cluster.gpu_memory)
+    memory = engine_memory(path, shape, engine, cluster.gpu_memory)
     items = memory.items
-    if engine.kind == "transformers":
+    if not engine_traits(engine.kind).scores_by_sampling:
         logits = LOGIT_COPIES * FLOAT32 * memory.context * shape.vocabulary
         items += (Item("logits of a row", logits, grows=True),)
     return RoleMemory("teacher", memory.processes, memory.gpus, items)
@@ -201,7 +199,7 @@ def _changes(run: PlannedRun, cluster: ClusterShape) -> Iterator[_Change]:
     """Yield changes that save memory, those that cost least first."""
     yield _Change({"learner.gradient_checkpointing": True})
     sequences = run.engine.max_concurrent
-    while run.kind == "transformers" and sequences > FEW_SEQUENCES:
+    while engine_traits(run.engine.kind).memory_arg is None and sequences > FEW_SEQUENCES:
         sequences = max(sequences // 2, FEW_SEQUENCES)
         yield _Change({"engine.max_concurrent": sequences})
     tokens, least = run.learner.max_tokens_per_micro_batch, run.learner.max_row_tokens or SHORT_ROW

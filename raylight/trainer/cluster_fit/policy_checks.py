@@ -9,7 +9,7 @@ from pathlib import Path
 from raylight.agent.litagent import LitAgent
 from raylight.algorithms.policy import PolicyAlgorithm
 from raylight.config import EngineConfig, LearnerConfig, LoraConfig
-from raylight.engines.registry import choose_engine
+from raylight.engines.registry import ENGINES, choose_engine, engine_traits
 from raylight.engines.vllm.args import asked_gpus, most_workers
 from raylight.errors import ConfigError
 from raylight.experience.settings.correction_settings import default_limit
@@ -29,14 +29,6 @@ LOCAL_ENGINE = frozenset(
 """Settings of an engine that are read with a local learner; the transport is written to config.yaml."""
 EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 """Names that the configurations of mixtures of experts have for the number of experts."""
-ROUTE_ARGS = {"transformers": "record_routes", "vllm": "enable_return_routed_experts"}
-"""Kind of an engine -> its argument that records the experts of each token."""
-ROUTELESS_ARGS = (
-    *("pipeline_parallel_size", "decode_context_parallel_size", "prefill_context_parallel_size"),
-    *("kv_transfer_config", "kv_offloading_size", "quantization"),
-)
-"""Arguments with which vLLM returns no experts, or wrong ones: keys and values come back from elsewhere, or
-each update makes another kernel."""
 
 
 def resolve_state_url(path: str) -> str:
@@ -153,7 +145,8 @@ def engine_with_transport(engine: EngineConfig, learner: LearnerConfig, overlaps
             "engine.sleep_while_learning lends their GPUs to the learners; set max_staleness=0, or give both "
             "dedicated GPUs"
         )
-    transport = choose_transport(engine, learner, most_workers(engine), overlaps)
+    vllm_transfer = engine_traits(engine.kind).vllm_transfer
+    transport = choose_transport(engine, learner, most_workers(engine), vllm_transfer, overlaps)
     return engine.model_copy(update={"weight_transfer": transport})
 
 
@@ -172,7 +165,7 @@ def engine_with_adapter(
         ConfigError: the adapter does not fit the model.
     """
     update: JsonObject = {"max_adapters": max(engine.max_adapters, adapters)}
-    if engine.kind == "vllm":
+    if engine_traits(engine.kind).vllm_lora:
         from raylight.learner.model.adapter import adapted_layers
 
         layers = adapted_layers(model_path, lora)
@@ -186,22 +179,23 @@ def engine_with_routes(engine: EngineConfig, model_path: str) -> EngineConfig:
     Raises:
         ConfigError: it cannot, or the model is not a mixture of experts.
     """
-    if engine.kind not in ROUTE_ARGS:
+    traits = engine_traits(engine.kind)
+    if (records := traits.routes_arg) is None:
+        able = " or ".join(repr(name) for name, traits in ENGINES.items() if traits.routes_arg)
         raise ConfigError(
             f"learner.router_replay=True: an engine of kind {engine.kind!r} does not record the experts of "
-            "each token; set engine.kind to 'vllm' or 'transformers', or leave router_replay out"
+            f"each token; set engine.kind to {able}, or leave router_replay out"
         )
     if not _has_experts(model_path):
         raise ConfigError(
             f"learner.router_replay=True: {model_path} is not a mixture of experts; leave the setting out"
         )
-    for name in ROUTELESS_ARGS if engine.kind == "vllm" else ():
+    for name in traits.routeless_args:
         if engine.args.get(name) not in (None, 1):
             raise ConfigError(
-                f"learner.router_replay=True: vLLM does not return the experts of each token with {name}; "
-                f"leave {name} out of engine.args, or router_replay"
+                f"learner.router_replay=True: {engine.kind} does not return the experts of each token with "
+                f"{name}; leave {name} out of engine.args, or router_replay"
             )
-    records = ROUTE_ARGS[engine.kind]
     if engine.args.get(records, True) is not True:
         raise ConfigError(
             f"learner.router_replay=True: {records}={engine.args[records]!r} in engine.args records no "

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from raylight.config import EngineConfig, LearnerConfig, RunnerConfig
+from raylight.engines.registry import engine_traits
 from raylight.engines.transformers.prefixes import count_kept_sequences
 from raylight.engines.transformers.worker import PREFILL_TOKENS
 from raylight.engines.vllm.args import most_workers, workers_per_replica
@@ -27,7 +28,6 @@ from raylight.trainer.cluster_fit.model_shape import (
     read_config,
     read_shape,
 )
-from raylight.trainer.cluster_fit.policy_checks import ROUTE_ARGS
 from raylight.trainer.cluster_fit.role_memory import EngineMemory, Item, RoleMemory
 from raylight.trainer.spec.settings import ServingSettings
 
@@ -42,7 +42,6 @@ DTYPES = {
 }
 """Data types by the names that settings use."""
 LEARNER_PROCESS = 740 * MIB
-ENGINE_PROCESS = {"transformers": 620 * MIB, "vllm": 1500 * MIB}
 RUNNER_PROCESS = 160 * MIB
 DRIVER_PROCESSES = 2 * GIB
 """Host memory of processes without a model, as measured: Python and libraries. The driver's processes are the
@@ -283,15 +282,12 @@ def shards_of(config: LearnerConfig) -> int:
     return config.fsdp_size or config.n
 
 
-def engine_memory(
-    path: str, shape: ModelShape, kind: str, config: EngineConfig, gpu_memory: int
-) -> EngineMemory:
+def engine_memory(path: str, shape: ModelShape, config: EngineConfig, gpu_memory: int) -> EngineMemory:
     """Return the memory of one worker of an engine's replica.
 
     On a GPU vLLM fills its share of the device's memory with the key-value cache.
 
     Args:
-        kind: "vllm" or "transformers".
         gpu_memory: bytes of a GPU.
     """
     size = DTYPES[config.dtype].itemsize
@@ -299,24 +295,25 @@ def engine_memory(
     length = min(config.max_model_len, shape.context or config.max_model_len)
     weights = math.ceil(shape.parameters * size / workers)
     per_token = math.ceil(shape.cache_per_token * size / workers)
-    items = [Item("Python and libraries", ENGINE_PROCESS[kind], "host"), Item("weights", weights)]
+    traits = engine_traits(config.kind)
+    items = [Item("Python and libraries", traits.process_bytes, "host"), Item("weights", weights)]
     if config.num_gpus:
         items.append(Item("CUDA context", GPU_CONTEXT, stays=True))
-        if config.sleep_while_learning and kind == "vllm":
+        if config.sleep_while_learning and traits.sleep_arg:
             items.append(Item("weights during sleep", weights, "host"))
-    if kind == "vllm" and config.num_gpus:
-        share = float(config.args.get("gpu_memory_utilization", VLLM_MEMORY_SHARE))
+    if traits.memory_arg and config.num_gpus:
+        share = float(config.args.get(traits.memory_arg, VLLM_MEMORY_SHARE))
         step = _vllm_pass(path, shape, config, gpu_memory)
         items += step
         taken = weights + GPU_CONTEXT + sum(item.size for item in step)
         cache = max(int(share * gpu_memory) - taken, 0)
-    elif kind == "vllm":
+    elif traits.memory_arg:
         cache = GIB
     else:
         cache = config.max_concurrent * length * per_token
-    items.append(Item("key-value cache", cache, grows=kind == "transformers"))
+    items.append(Item("key-value cache", cache, grows=traits.memory_arg is None))
     room = routed = cache // per_token if per_token else None
-    if kind == "transformers":
+    if traits.memory_arg is None:
         kept = count_kept_sequences(config.max_concurrent)
         items.append(Item("kept prefixes", kept * length * per_token, grows=True))
         routed = (config.max_concurrent + kept) * length
@@ -325,8 +322,8 @@ def engine_memory(
         logits = LOGIT_COPIES * FLOAT32 * config.max_concurrent * shape.vocabulary
         passing = Item("prefill of prompts", prefill, grows=True), Item("logits", logits, grows=True)
         items += _with_gaps(passing, bool(config.num_gpus))
-    if routed and config.args.get(ROUTE_ARGS[kind]):
-        token = shape.route_bytes if kind == "transformers" else shape.all_route_bytes
+    if routed and traits.routes_arg and config.args.get(traits.routes_arg):
+        token = shape.all_route_bytes if traits.routes_every_layer else shape.route_bytes
         items.append(Item(f"routes of experts, {token} bytes a token", routed * token // workers, "host"))
     processes = most_workers(config)
     return EngineMemory("engine", processes, config.num_gpus, tuple(items), context=length, room=room)
@@ -352,7 +349,7 @@ LAYER_COPIES = 6
 def reward_model_memory(model: ServingSettings) -> RoleMemory:
     engine, size = model.engine, DTYPES[model.engine.dtype].itemsize
     items = [
-        Item("Python and libraries", ENGINE_PROCESS["transformers"], "host"),
+        Item("Python and libraries", engine_traits(engine.kind).process_bytes, "host"),
         Item("weights", _parameters(model.model_path) * size),
     ]
     if engine.num_gpus:

@@ -8,7 +8,7 @@ from pathlib import Path
 from raylight.algorithms.policy import PolicyAlgorithm
 from raylight.algorithms.teacher import TeacherConfig
 from raylight.config import EngineConfig
-from raylight.engines.registry import choose_engine
+from raylight.engines.registry import choose_engine, engine_traits
 from raylight.errors import ConfigError
 from raylight.experience.token_alignment import load_aligner
 from raylight.rewards.group import GroupReward
@@ -70,9 +70,9 @@ def _plan_teacher(
     top_k = getattr(algorithm.advantage, "teacher_top_k", None)
     if top_k is not None:
         _check_top_k(path, top_k)
-        if engine.kind == "vllm":
-            limit = max(top_k, engine.args.get("max_logprobs", VLLM_LOGPROBS))
-            engine = engine.model_copy(update={"args": engine.args | {"max_logprobs": limit}})
+        if name := engine_traits(engine.kind).logprobs_arg:
+            limit = max(top_k, engine.args.get(name, VLLM_LOGPROBS))
+            engine = engine.model_copy(update={"args": engine.args | {name: limit}})
     return ServedTeacher(teacher, ServingSettings(path, engine, app_name), top_k, aligned_to)
 
 
@@ -142,7 +142,8 @@ def fit_teacher(teacher: TeacherSettings, model_path: str, policy: EngineConfig)
     engine = fitted_engine(teacher.config, teacher.serving.engine, row)
     limit = longest_sequence(Path(path))
     if limit is not None and limit < engine.max_model_len:
-        needed, one_more = longest_row(engine), ", to which vLLM adds one" if engine.kind == "vllm" else ""
+        needed = longest_row(engine)
+        one_more = f", to which {engine.kind} adds one" if needed < engine.max_model_len else ""
         if needed > row:
             raise ConfigError(
                 f"the teacher {path} takes {limit} tokens, and its max_model_len is "
@@ -184,7 +185,8 @@ def _check_local_length(teacher: RankTeacher, row: int) -> RankTeacher:
 def fitted_engine(config: TeacherConfig, engine: EngineConfig, row: int) -> EngineConfig:
     """Return the settings of a teacher's engine that scores the rows of a policy.
 
-    vLLM samples a token after each row. The transformers engine scores one row at a time and needs no cache.
+    An engine that scores by sampling samples a token after each row. Another one scores a row at a time and
+    needs no cache.
 
     Args:
         row: tokens of the policy's longest row.
@@ -193,7 +195,7 @@ def fitted_engine(config: TeacherConfig, engine: EngineConfig, row: int) -> Engi
         ConfigError: the teacher's `max_model_len` is shorter.
     """
     engine = engine_on_gpu(engine, None, None) if engine.num_gpus else engine
-    more = int(engine.kind == "vllm")
+    more = int(engine_traits(engine.kind).scores_by_sampling)
     longest = config.max_model_len
     if longest is None:
         limit = longest_sequence(Path(config.model))
@@ -211,7 +213,7 @@ def fitted_engine(config: TeacherConfig, engine: EngineConfig, row: int) -> Engi
 
 def longest_row(engine: EngineConfig) -> int:
     """Return the tokens of the longest row that a teacher's engine scores."""
-    return engine.max_model_len - int(engine.kind == "vllm")
+    return engine.max_model_len - int(engine_traits(engine.kind).scores_by_sampling)
 
 
 def plan_reward_models(group_reward: GroupReward | None) -> tuple[RewardModelSettings, ...]:

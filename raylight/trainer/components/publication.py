@@ -15,6 +15,7 @@ import ray
 
 from raylight._utils.aio import cancel_all, task_group
 from raylight.config import EngineConfig
+from raylight.engines.registry import engine_traits
 from raylight.errors import EngineStartError, LearnerError, LearnerLostError, WeightSyncError
 from raylight.learner.protocol import Learner
 from raylight.trainer.components.parity import Parity, ParityMonitor
@@ -78,7 +79,7 @@ class Publications:
         self._settings = PublicationSettings(
             transport=engine.weight_transfer,
             dtype=engine.dtype,
-            names="checkpoint" if engine.kind == "vllm" else "module",
+            names=engine_traits(engine.kind).weight_names,
             timeout_s=timeout_s,
             replacement_timeout_s=engine.start_timeout_s,
             coordinator=replicas.handle,

@@ -10,7 +10,7 @@ from dataclasses import replace
 from raylight._utils.no_proxy import LOOPBACK
 from raylight.config import EngineConfig
 from raylight.engines.model_report import report_model
-from raylight.engines.registry import MODEL_ENGINES
+from raylight.engines.registry import engine_traits
 from raylight.trainer.cluster_fit.cluster_settings import fit_fixed
 from raylight.trainer.cluster_fit.hardware import ClusterFacts
 from raylight.trainer.components.served_model import ServedModel
@@ -63,7 +63,7 @@ def serve_model(
 
 def describe_model(path: str, config: EngineConfig) -> list[str]:
     """Return lines on the model as the engine reads it, and on what is missing; none of other engines."""
-    if config.kind not in MODEL_ENGINES:
+    if not engine_traits(config.kind).loads_model:
         return []
     report = report_model(path, config.kind, config.args)
     limit = min(config.max_model_len, report.context_length or config.max_model_len)

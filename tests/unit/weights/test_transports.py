@@ -23,6 +23,10 @@ from unit.weights import toy_transport
 OWN = Transport("package.module:Sender", "own", "package.module:Receiver", needs_gpu=False)
 
 
+def chosen(engine: EngineConfig, learner: LearnerConfig, workers: int, during_updates: bool = False) -> str:
+    return choose_transport(engine, learner, workers, engine.kind == "vllm", during_updates)
+
+
 @pytest.mark.parametrize(
     ("settings", "learner_gpus", "expected"),
     [
@@ -48,17 +52,17 @@ def test_the_transport_fits_engine_and_learners(
     settings: dict[str, Any], learner_gpus: float, expected: str
 ) -> None:
     engine, learner = EngineConfig(**settings), LearnerConfig(n=2, num_gpus=learner_gpus)
-    assert choose_transport(engine, learner, engine.replicas) == expected
+    assert chosen(engine, learner, engine.replicas) == expected
 
 
 def test_beside_updates_the_transport_uses_no_connections_of_the_learners() -> None:
     shared = EngineConfig(kind="vllm", num_gpus=0.4)
-    assert choose_transport(shared, LearnerConfig(num_gpus=0.6), 1, during_updates=True) == "gloo"
+    assert chosen(shared, LearnerConfig(num_gpus=0.6), 1, during_updates=True) == "gloo"
     own, learner = EngineConfig(kind="vllm", num_gpus=1), LearnerConfig(num_gpus=1)
-    assert choose_transport(own, learner, 1, during_updates=True) == "nccl"
+    assert chosen(own, learner, 1, during_updates=True) == "nccl"
     pulled = own.model_copy(update={"weight_transfer": "sharded_rdt"})
     with pytest.raises(ConfigError, match="'sharded_rdt' cannot send weights during updates"):
-        choose_transport(pulled, learner, 1, during_updates=True)
+        chosen(pulled, learner, 1, during_updates=True)
 
 
 @pytest.mark.parametrize(
@@ -75,7 +79,7 @@ def test_beside_updates_the_transport_uses_no_connections_of_the_learners() -> N
 )
 def test_a_transport_that_does_not_fit_is_refused(settings: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        choose_transport(EngineConfig(**settings), LearnerConfig(num_gpus=0), 1)
+        chosen(EngineConfig(**settings), LearnerConfig(num_gpus=0), 1)
 
 
 def test_engines_without_learners_have_a_transport_too() -> None:
@@ -99,7 +103,7 @@ class OneEngine:
 def test_a_transport_is_one_file_that_its_dotted_name_selects() -> None:
     name = f"{toy_transport.__name__}:transport"
     settings = EngineConfig(kind="transformers", weight_transfer=name)
-    assert choose_transport(settings, LearnerConfig(), 1) == name
+    assert chosen(settings, LearnerConfig(), 1) == name
     source = DictSource({"a": [1.0, 2.0], "b": [3.0], "c": [[4.0]]}, size=2)
     engine: Any = OneEngine(make_receiver(name))
     for rank in (1, 0):

@@ -74,8 +74,7 @@ def planned(path: str, settings: PolicySettings | None = None, **learner: object
     }
     return PlannedRun(
         path,
-        "vllm",
-        EngineConfig(num_gpus=1, replicas=4, dtype="bfloat16", max_model_len=8192),
+        EngineConfig(kind="vllm", num_gpus=1, replicas=4, dtype="bfloat16", max_model_len=8192),
         LearnerConfig(**defaults | learner),
         RunnerConfig(n=4),
         settings or PolicySettings(),
@@ -138,7 +137,7 @@ def test_what_vllm_keeps_free_for_a_step_is_not_its_cache(dense):
     engine = EngineConfig(kind="vllm", num_gpus=1, dtype="bfloat16", max_concurrent=128)
 
     def items(**args) -> dict[str, int]:
-        run = replace(planned(dense), kind="vllm", engine=engine.model_copy(update={"args": args}))
+        run = replace(planned(dense), engine=engine.model_copy(update={"args": args}))
         return {item.name: item.size for item in make_plan(run, H100S).roles[1].items}
 
     kept = items()
@@ -260,7 +259,7 @@ def test_offloaded_weights_are_on_the_gpu_while_they_compute(dense):
 def test_remedies_leave_gpus_to_engines_and_keep_groups_of_ranks(dense):
     run = replace(
         planned(dense, n=2, fsdp_size=2),
-        engine=EngineConfig(num_gpus=1, dtype="bfloat16", args={"tensor_parallel_size": 3}),
+        engine=EngineConfig(kind="vllm", num_gpus=1, dtype="bfloat16", args={"tensor_parallel_size": 3}),
     )
     (change,) = [change for change in _changes(run, H100S) if "learner.n" in change.values]
     assert change.values == {"learner.n": 4}
@@ -276,14 +275,15 @@ def test_shorter_micro_batches_come_with_shorter_rollouts(dense):
 
 
 def test_fewer_sequences_make_the_cache_of_transformers_fit(dense):
-    engine = EngineConfig(num_gpus=1, dtype="bfloat16", max_model_len=16384)
-    run = replace(planned(dense), kind="transformers", engine=engine)
+    engine = EngineConfig(kind="transformers", num_gpus=1, dtype="bfloat16", max_model_len=16384)
+    run = replace(planned(dense), engine=engine)
     assert make_plan(run, H100S).remedies == ("engine.max_concurrent=32",)
 
 
 def test_replicas_count_up_to_their_largest_number(dense):
-    engine = EngineConfig(num_gpus=1, replicas=1, max_replicas=3, dtype="bfloat16", max_model_len=8192)
-    run = replace(planned(dense), engine=engine, kind="transformers")
+    settings = {"num_gpus": 1, "max_replicas": 3, "dtype": "bfloat16", "max_model_len": 8192}
+    engine = EngineConfig(kind="transformers", **settings)
+    run = replace(planned(dense), engine=engine)
     (_, memory, *_) = make_plan(run, H100S).roles
     assert memory.processes == 3
     assert {item.name for item in memory.items} >= {"prefill of prompts", "logits", "key-value cache"}
@@ -304,13 +304,14 @@ def test_router_replay_needs_memory_for_routes(tmp_path):
     """vLLM keeps room for the layers without experts too."""
     path = save_mixture(tmp_path, mlp_only_layers=[0])
     assert read_shape(path).route_bytes == 3 * 8  # layers with experts, experts of a token, a byte each
-    engine = EngineConfig(max_model_len=128, max_concurrent=8, args={"record_routes": True})
-    run = replace(planned(path, router_replay=True), kind="transformers", engine=engine)
+    settings = {"max_model_len": 128, "max_concurrent": 8, "args": {"record_routes": True}}
+    engine = EngineConfig(kind="transformers", **settings)
+    run = replace(planned(path, router_replay=True), engine=engine)
     learner, engine_role = make_plan(run, H100S).roles[:2]
     assert next(item.size for item in learner.items if item.name == "routes of a pass") == 16384 * 24 * 8
     name = "routes of experts, 24 bytes a token"
     assert next(item.size for item in engine_role.items if item.name == name) == (8 + 2) * 128 * 24
-    engine = EngineConfig(num_gpus=1, args={"enable_return_routed_experts": True})
+    engine = EngineConfig(kind="vllm", num_gpus=1, args={"enable_return_routed_experts": True})
     run = replace(planned(path, router_replay=True), engine=engine)
     engine_role = make_plan(run, H100S).roles[1]
     name = "routes of experts, 32 bytes a token"
