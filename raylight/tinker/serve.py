@@ -17,8 +17,9 @@ from pydantic import Field, field_validator
 from raylight._utils.bounds import MAX_PROCESSES, MAX_SECONDS
 from raylight._utils.no_proxy import LOOPBACK
 from raylight.base_config import Config
-from raylight.config import EngineConfig, LearnerConfig
-from raylight.engines.vllm.args import most_workers
+from raylight.config import EngineConfig, LearnerConfig, LoraConfig
+from raylight.engines.registry import engine_traits
+from raylight.engines.vllm.args import most_workers, rank_limit
 from raylight.errors import ConfigError, EngineStartError, LearnerLostError
 from raylight.http.slow_clients import ImpatientProtocol
 from raylight.serving.local_endpoint import ThreadServer, listen
@@ -31,13 +32,13 @@ from raylight.trainer.cluster_fit.hardware import (
     is_open,
     share_cores,
 )
+from raylight.trainer.cluster_fit.policy_checks import engine_with_adapter
 from raylight.trainer.components.served_model import ServedModel
 from raylight.trainer.ray_session.blocking import run_blocking
 from raylight.trainer.ray_session.cluster_monitor import component_stack, until_lost, watch_loss
 from raylight.trainer.ray_session.connection import ray_session
 from raylight.trainer.spec.inputs import fixed_model
 from raylight.trainer.spec.settings import ServingSettings
-from raylight.types import JsonObject
 from raylight.weights.orders import BoxedRef
 
 KEY_PREFIX = "tml-"
@@ -184,17 +185,11 @@ def with_adapters(serving: ServingSettings, config: TinkerConfig) -> ServingSett
     Raises:
         ConfigError: the engine serves no adapters of the highest rank.
     """
-    engine = serving.engine
-    update: JsonObject = {"max_adapters": config.max_samplers}
-    if engine.kind == "vllm":
-        from raylight.config import LoraConfig
-        from raylight.engines.vllm.args import rank_limit
-        from raylight.learner.model.adapter import adapted_layers
-
-        rank = rank_limit(config.max_rank, "choose a lower --max-rank, or --engine transformers")
-        layers = adapted_layers(serving.model_path, LoraConfig())
-        update["args"] = {"max_lora_rank": rank, "lora_target_modules": layers} | engine.args
-    return replace(serving, engine=engine.model_copy(update=update))
+    if engine_traits(serving.engine.kind).vllm_lora:
+        rank_limit(config.max_rank, "choose a lower --max-rank, or --engine transformers")
+    lora = LoraConfig(rank=config.max_rank)
+    engine = engine_with_adapter(serving.engine, serving.model_path, lora, config.max_samplers)
+    return replace(serving, engine=engine)
 
 
 async def _serve(
