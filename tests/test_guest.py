@@ -14,7 +14,7 @@ ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "raylight"
 PAGE = ROOT / "docs" / "architecture.md"
 SCOPES = {"warnings.catch_warnings", "torch.random.fork_rng"}
-"""Contexts at whose end the state is as it was before."""
+"""Contexts that restore the state at their end."""
 STATE = {"os.environ", "sys.modules", "sys.path", "sys.meta_path", "sys.path_hooks", "warnings.filters"}
 """Containers that all code of a process shares. Every method that changes one counts."""
 READS = {"get", "items", "keys", "values", "copy", "index", "count"}

@@ -20,7 +20,7 @@ from raylight.engines.capture_context import CURRENT, AttemptScope, CaptureConte
 from raylight.types import CallKey
 
 INTERVAL_S = 0.01
-"""Time between two messages, as that of raylight's recorder."""
+"""Time between two messages, the same as in raylight's recorder."""
 Row = tuple[str, str, bytes, bytes, bytes]
 """Id, path, body, answer, and the tokens."""
 

@@ -69,8 +69,8 @@ def score(tokenizer, tasks, tokens):
 
 
 def update(model, optimizer, prompts, tokens, old_logps, mask, rewards):
-    """Take one optimizer step on the clipped loss, averaged over all tokens. Without `old_logps` they are
-    those of this pass."""
+    """Take one optimizer step on the clipped loss, averaged over all tokens. `old_logps` defaults to this
+    pass's."""
     groups = rewards.view(-1, GROUP)
     advantages = ((groups - groups.mean(1, keepdim=True)) / (groups.std(1, keepdim=True) + 1e-6)).view(-1, 1)
     inputs = torch.cat([prompts, tokens[:, :-1]], dim=1)

@@ -1,6 +1,6 @@
 """Bounds of `noop_rollouts.py`: processes that record the same spans and rewards, and write them to SQLite.
 
-There is no queue, lease, trace of an attempt, span of our own or state machine.
+There is no queue, lease, trace of an attempt, raylight span or state machine.
 """
 
 import json
@@ -28,7 +28,7 @@ Rollout = tuple[str, str, str, list[tuple[Any, ...]]]
 
 
 def bare(count: int, processes: int) -> float:
-    """Return rollouts per second of processes of which each writes to a file of its own."""
+    """Return rollouts per second of processes that each write to their own file."""
     context = multiprocessing.get_context("spawn")
     with context.Pool(processes) as pool:
         pool.map(write_rollouts, [WARM_UP] * processes)

@@ -4,7 +4,7 @@
                                        [--bound] [--peer-url URL] [--flame DIR] [--against CHECKOUT]
 
 Measures p50 latency with one caller and requests per second with 32, of both targets in turn, in each of some
-rounds. Eight calls in a row belong to one attempt, as those of an agent. Prints the added latency and the
+rounds. Eight calls in a row belong to one attempt, like an agent's. Prints the added latency and the
 ratio of the rates as medians over the rounds, with their range, and the CPU time per call of each process: of
 the client, HAProxy, the replicas and the store. Takes two minutes.
 
@@ -13,8 +13,7 @@ engine computes then adds no latency. `--bound` adds the barest capture (bare_ca
 costs that stores the tokens in another process. With `--peer-url`, another project's proxy in front of a mock
 engine gets the same load, and the ratios are printed. `--default-ingress` uses Serve's own HTTP proxy instead
 of HAProxy. `--flame` adds a load during which py-spy records the replica and the store, and writes a flame
-graph of each. `--against` compares the medians with those of another checkout, measured before and after this
-one.
+graph of each. `--against` compares the medians with another checkout's, measured before and after this one.
 """
 
 from __future__ import annotations

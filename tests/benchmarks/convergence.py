@@ -46,7 +46,7 @@ ALGORITHMS = sorted(
     if algorithms.PolicyAlgorithm in getattr(algorithms, name).__mro__[1:]
 )
 ROLLOUTS = 128
-"""Rollouts of a step, for any group size. ReMax adds greedy rollouts, DAPO those of further rounds."""
+"""Rollouts of a step, for any group size. ReMax adds greedy rollouts, DAPO the rollouts of further rounds."""
 ANSWER_TOKENS = 6
 """Most tokens of an answer: two more than a correct answer needs."""
 VALIDATION_SAMPLES = 2
@@ -199,7 +199,7 @@ def train(
     """Train for `steps` steps, and validate before and after.
 
     Args:
-        agents: agents of a training rollout, each with a task of its own.
+        agents: agents of a training rollout, each with its own task.
         sampling: truncation and penalties of all answers.
         truncation: their treatment: "replay", "mask" or "ignore".
     """

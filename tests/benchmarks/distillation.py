@@ -2,7 +2,7 @@
 
     python tests/benchmarks/distillation.py [--shapes 32768x2048 151936x1024] [--divergence js]
 
-Each measurement is a process of its own, so that peaks do not mix. Student and teacher are random Qwen2 of 2
+Each measurement is a separate process, so that peaks do not mix. Student and teacher are random Qwen2 of 2
 layers; rows have 512 tokens, a quarter of them the prompt. "plain" computes the logits of the responses of
 both models as a whole, and the divergence in plain torch. It reports the faster of two updates, and the peak
 memory beyond what the process used before.

@@ -5,8 +5,8 @@
 The store runs in this process without Ray. Each repetition reads the rollouts, builds the batch and makes
 what two ranks receive, with rollouts of 500 tokens in 1 turn and of 32,000 tokens in 20 turns. Times are CPU
 milliseconds per rollout; "blocked" is the longest CPU time of the event loop between two of its turns, a read
-by the store included. With `--against`, both checkouts are measured in turn, in processes of their own;
-the median of each figure is shown.
+by the store included. With `--against`, both checkouts are measured in turn, in separate processes; the
+median of each figure is shown.
 """
 
 import asyncio

@@ -5,7 +5,7 @@
 
 Runs the benchmarks one after the other, the most wanted first, and writes the output of each to OUT/NAME.txt
 and flame graphs to OUT/flames. A name selects one. A benchmark that fails is reported, and the next one runs.
-`--peer` and `--peer-script` are those of noop_rollouts.py; without them the peer's rows are missing.
+`--peer` and `--peer-script` are passed to noop_rollouts.py; without them the peer's rows are missing.
 `--vllm-python` is the Python of an environment with vLLM; without it streaming is left out.
 """
 

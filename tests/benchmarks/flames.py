@@ -24,7 +24,7 @@ def flame_folder(text: str) -> Path:
     """
     if py_spy() is None:
         raise argparse.ArgumentTypeError(
-            "py-spy is neither on PATH nor beside this Python; pip install py-spy, or leave --flame out"
+            "py-spy is neither on PATH nor in this Python's folder; pip install py-spy, or leave --flame out"
         )
     return Path(text)
 

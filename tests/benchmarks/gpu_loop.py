@@ -32,7 +32,7 @@ STEPS = 9
 """Steps of a run, unless others are given."""
 LEARNING_RATE = 1e-6
 ENGINE_SHARE = 0.4
-"""Share of the GPU's memory for vLLM, wherever a learner is beside it."""
+"""Share of the GPU's memory for vLLM, wherever a learner shares the GPU."""
 PACK = 16_384
 """Tokens of a micro-batch of the bare update."""
 

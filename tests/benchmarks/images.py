@@ -7,8 +7,8 @@ The application of an engine, which reads the images of each request and answers
 behind the whole gateway with a store, in one process and without HTTP. Prints images a second of both: for
 images that are new in each call, and for conversations that send their screenshots again in each turn.
 
-Then the rollouts have a conversation each, in which all see the same screenshots, one a turn. Prints the
-bytes of the store's file and of its folder of images, beside those that the requests had.
+Then each rollout has a conversation, in which all see the same screenshots, one a turn. Prints the bytes of
+the store's file, of its folder of images and of the requests.
 """
 
 import asyncio
@@ -40,7 +40,7 @@ from raylight.types import PlacedImage
 
 SECRET, PATH = "secret", "/v1/chat/completions"
 IMAGE_TOKENS = 1000
-"""Tokens of an image, as those of a screenshot in Qwen's models."""
+"""Tokens of an image, about as many as a screenshot has in Qwen's models."""
 
 
 def screenshot(seed: int, width: int, height: int) -> Image:

@@ -2,7 +2,7 @@
 
     python tests/benchmarks/long_rows.py [--tokens 1024 4096 16384 32768] [--threads 1]
 
-Each length is a process of its own. A conversation of 16 turns passes the gateway's layers in this process,
+Each length is a separate process. A conversation of 16 turns passes the gateway's layers in this process,
 in front of an engine that answers at once: each call sends the whole history, four characters a token. Then
 two conversations of that length are recorded in a store in this process, read, built into a batch, split for
 a rank, and trained, on a random Qwen2 of two layers. Times are CPU milliseconds per 1,000 tokens, so that a

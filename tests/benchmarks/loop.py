@@ -5,8 +5,8 @@
                                     [--cpu] [--flame DIR]
 
 The full loop has an agent with OpenAI's client, HTTP, capture, updates and weight syncs; TRL samples in its
-own process. The programs run one after the other, each in its own process, in every round. A ratio is that of
-the seconds per step after the warm-up, all work between two steps included.
+own process. The programs run one after the other, each in its own process, in every round. A ratio compares
+the seconds per step after the warm-up, including all work between two steps.
 
 quickstart: all train the quickstart's model, of 0.25 million parameters, on its task with 128 rollouts a
 step, without a KL term. "bare" samples in its own process; "HTTP" is "bare" with OpenAI's client and a server

@@ -1,4 +1,4 @@
-"""Training runs of the loop benchmarks: each in a process of its own, in paired rounds."""
+"""Training runs of the loop benchmarks, each in a separate process, in paired rounds."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ def train(
 
 
 def chat_agent(question: Callable[[int], str], reward_of: Callable[[str], float], max_tokens: int) -> Any:
-    """Return an agent that asks a question, and whose reward is that of the answer's text."""
+    """Return an agent that asks a question, and whose reward is `reward_of` the answer's text."""
     import raylight as rl
 
     @rl.rollout
@@ -152,7 +152,7 @@ def run_rounds(programs: Programs, count: int) -> list[dict[str, dict[str, Any]]
 
 
 def report(rounds: list[dict[str, dict[str, Any]]], peer: str, cpu: bool) -> None:
-    """Print the seconds per step of each trainer, and its rollouts per second in those of a peer.
+    """Print each trainer's seconds per step, and its rollouts per second relative to a peer's.
 
     Args:
         rounds: per round, the results by trainer.

@@ -7,10 +7,10 @@ Each rollout emits three OpenTelemetry spans and a reward. With `--peer`, the vi
 agent-lightning 0.3 in DIR runs `--peer-script` in turn with raylight, and the median and range of the ratios
 are printed. Its default strategy is cs (processes and HTTP); shm is threads around an in-memory store.
 
-"bare" is the bound of any strategy: as many processes as runners, of which each records the same spans with
-OpenTelemetry and writes them, its rollouts and their attempts to a SQLite file of its own, a transaction for
-64 rollouts. There is no queue, no lease and no message. "one store" is the bound of a store in a process of
-its own: the same processes send their rows, 64 rollouts in a message, to one Ray actor that commits them.
+"bare" is the bound of any strategy: as many processes as runners, each of which records the same spans with
+OpenTelemetry and writes them, its rollouts and their attempts to its own SQLite file, a transaction for 64
+rollouts. There is no queue, no lease and no message. "one store" is the bound of a store in a separate
+process: the same processes send their rows, 64 rollouts in a message, to one Ray actor that commits them.
 With `--flame`, py-spy only records the store, a runner and the driver meanwhile.
 """
 

@@ -35,7 +35,7 @@ def sample(model: torch.nn.Module, prompts: list[list[int]]) -> tuple[list[int],
 
 
 def play(model: torch.nn.Module, version: int, step: int) -> list[FinishedRollout]:
-    """Sample the rollouts of a step; those of a group have the same last key."""
+    """Sample the rollouts of a step; a group's rollouts have the same last key."""
     count = GROUP * GROUPS
     asked = torch.randint(KEYS, (GROUPS,)).repeat_interleave(GROUP).tolist()
     shown = torch.randint(KEYS, (count, 2)).tolist()

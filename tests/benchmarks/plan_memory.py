@@ -2,7 +2,7 @@
 
     python tests/benchmarks/plan_memory.py [--only "full;lora"] [--layers 8]
 
-A learner's rank is a process of its own that updates a random Qwen2 (100 million parameters with 8 layers)
+A learner's rank is a separate process that updates a random Qwen2 (100 million parameters with 8 layers)
 twice with full micro-batches. The engine is a process that samples as many sequences at once as it may, each
 as long as the context. The peak is the kernel's (VmHWM). Two configurations run at a time; exits with 1 if a
 plan is more than 15 % off.

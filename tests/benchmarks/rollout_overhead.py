@@ -6,7 +6,7 @@ The agent makes one request with `LLM.client()`. A mock engine in Ray Serve answ
 once in:
 
 - bare: a process with an event loop, against the engine itself;
-- captured: the same, through raylight's gateway, each request as that of an attempt which has begun;
+- captured: the same, through raylight's gateway, each request in a running attempt;
 - rollouts: raylight's runners, which take rollouts from the store, trace them and decide them, and whose
   calls are captured.
 

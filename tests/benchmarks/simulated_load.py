@@ -14,7 +14,7 @@ tools' time pass `--speed` times faster; agents, engine, store and loop do not. 
 simulated time. If rollouts do not keep up, the run takes longer, and the learner's idle time is printed.
 Ctrl-C ends a run early and prints what there is.
 
-Memory is that of each kind of process without shared memory, which is the object store's and counted once.
+Memory is counted by kind of process, without shared memory, which is the object store's and counted once.
 CPU is what all processes of a kind used between the first and the last call, per call. The store's file is
 behind by at most the bytes of SQLite's write-ahead log, whose largest size is printed.
 Its growth is a line fitted to `BLOCKS` means over the rollouts of the last three quarters of the run.
@@ -234,7 +234,7 @@ def main() -> None:
         args.tool_s = args.agents / args.rate * args.speed
     args.tasks_per_step = -(-args.agents // GROUP_SIZE // (args.staleness + 1))
     os.environ.setdefault("RAY_ADDRESS", "local")
-    if args.folder:  # in a process of its own, whose memory is not that of this measurement
+    if args.folder:  # in a separate process, whose memory is not measured
         return train(args)
     path = os.pathsep.join([str(ROOT / "tests/unit/helpers"), os.environ.get("PYTHONPATH", "")])
     with tempfile.TemporaryDirectory() as args.folder:

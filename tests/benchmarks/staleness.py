@@ -5,8 +5,8 @@
 Each run trains the starter model on the quickstart's additions in one process, without Ray, HTTP or an
 engine: plain transformers sample the answers, from the weights that the policy had exactly S updates before
 (in the first S steps, from the initial ones). Groups, batches, advantages, corrections, losses and the
-optimizer are raylight's own. All runs have the same number of rollouts. The reward is that of the trained
-weights on tasks that are not trained on.
+optimizer are raylight's own. All runs have the same number of rollouts. The reward is measured with the
+trained weights on tasks that are not trained on.
 
 - naive: PPO's clipped loss around the learners' policy before the update, without weights for old tokens.
 - TIS: a plain policy gradient (the loss `gpg`) with importance weights of tokens, truncated at 2.
@@ -129,7 +129,7 @@ def exported(policy: Any) -> dict[str, Any]:
 
 
 def start_process() -> None:
-    """Make this process the only rank of a group of its own."""
+    """Make this process the only rank of a new group."""
     join_ranks(Path(tempfile.mkdtemp(prefix="staleness-"), "ranks"))
 
 

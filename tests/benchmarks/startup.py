@@ -2,15 +2,14 @@
 
     python tests/benchmarks/startup.py [--rounds 3] [--against CHECKOUT]
 
-Each round measures in turn, each in processes of its own: the floor, which is `import ray, torch,
-transformers` with `ray.init()` and one actor; the bound of a run with Ray Serve and a learner of verl, which
-is `ray.init()`, a deployment that loads the quickstart's model, and beside it an actor that imports verl's
-engine and loads the model; and the quickstart until its first step is logged, which includes an evaluation of
-256 rollouts. Prints the medians over the rounds with their range, and the ratio of
-each to the floor; then, of the last round, the quickstart's stages, and its processes in the order
-of their start, with the CPU seconds that each had used at the first step. `import raylight` and `raylight
---help` are the fastest of ten. With `--against`, another checkout (`git worktree add`) takes turns. A round
-takes half a minute.
+Each round measures in turn, each in separate processes: the floor, which is `import ray, torch, transformers`
+with `ray.init()` and one actor; the bound of a run with Ray Serve and a learner of verl, which is
+`ray.init()`, a deployment that loads the quickstart's model, and at the same time an actor that imports
+verl's engine and loads the model; and the quickstart until its first step is logged, which includes an
+evaluation of 256 rollouts. Prints the medians over the rounds with their range, and the ratio of each to the
+floor; then, of the last round, the quickstart's stages, and its processes in the order of their start, with
+the CPU seconds that each had used at the first step. `import raylight` and `raylight --help` are the fastest
+of ten. With `--against`, another checkout (`git worktree add`) takes turns. A round takes half a minute.
 """
 
 import contextlib

@@ -4,9 +4,9 @@ time to open the file again, and of queries of the full store.
     python tests/benchmarks/store_growth.py [--count 100000]
 
 The store runs in this process without Ray, so that only the store is measured. Each rollout is enqueued,
-dequeued, finished with four spans (one with a reward) and collected. The CPU time is that of the store and
-its client together; on a machine with other load it says more than the wall time. A million rollouts take
-five minutes and 3 GB of disk.
+dequeued, finished with four spans (one with a reward) and collected. The CPU time includes the store and its
+client; on a machine with other load it says more than the wall time. A million rollouts take five minutes and
+3 GB of disk.
 """
 
 import asyncio

@@ -8,7 +8,7 @@ gateway, whose records go to the store's actor. This process has a number of cal
 and one request after another. All modes are measured in turn, in every round:
 
 - bare: no log-probs are requested, so that the engine computes none.
-- bare, computed: no log-probs are requested, but vLLM is made to compute those of the sampled tokens.
+- bare, computed: no log-probs are requested, but vLLM is made to compute them for the sampled tokens.
   Training needs them, so that this is the bound of "captured".
 - captured: the same request behind the gateway.
 - bare, with log-probs; captured, with log-probs: the request asks for them.

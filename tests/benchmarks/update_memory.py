@@ -3,7 +3,7 @@
     git worktree add /tmp/before COMMIT
     python tests/benchmarks/update_memory.py [--before /tmp/before] [--trl] [--shapes 32768x4096 151936x2048]
 
-Each measurement is a process of its own, so that peaks do not mix. It builds a random Qwen2 of 2 layers and
+Each measurement is a separate process, so that peaks do not mix. It builds a random Qwen2 of 2 layers and
 makes two updates on rows of 512 tokens, of which a quarter is the prompt. It reports the faster update, and
 the peak memory beyond what the process used before. The contestants take turns. "trl" is the loss of TRL's
 GRPOTrainer in a plain loop: logits of the responses, `selective_log_softmax` and `entropy_from_logits` (needs

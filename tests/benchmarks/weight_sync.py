@@ -5,12 +5,12 @@
     git worktree add /tmp/before COMMIT
     python tests/benchmarks/weight_sync.py --against /tmp/before
 
-Each line is a run of its own, with learners, served replicas, store and coordinator as a training run has
+Each line is a separate run, with learners, served replicas, store and coordinator as a training run has
 them, in which `Publications.publish` sends versions and nothing is trained. `full` sends the model,
 `lora` what the checkout sends for an adapter of rank 8. Seconds exclude the comparison of log-probs after a
 publication: `first` opens connections, `next` is the fastest of the later ones. `blocked` is the shortest
-time from the end of an update until the next one may begin, with the comparison; with `--beside`, the lines
-`beside` send a snapshot while the next update could run, as runs with `max_staleness` do. Memory is the
+time from the end of an update until the next one may begin, with the comparison; with `--overlap`, the lines
+`overlap` send a snapshot while the next update could run, as runs with `max_staleness` do. Memory is the
 increase of a process's resident memory (VmHWM over VmRSS before) in the first publication, of the process in
 which it is largest; learners return their unused memory to the system before. `store` is Ray's object store.
 Shared memory counts in each process that maps it. With `--against`, the checkouts take turns.
@@ -87,12 +87,12 @@ def role(process: psutil.Process) -> str:
     return "engine" if any(name in one for one in titles for name in ENGINES) else "other"
 
 
-async def publish(planned: Any, report: Any, publications: int, beside: bool) -> list[dict[str, Any]]:
+async def publish(planned: Any, report: Any, publications: int, overlap: bool) -> list[dict[str, Any]]:
     """Publish versions in a run; return the seconds and memory of each."""
     rows: list[dict[str, Any]] = []
     async with planned.components(report.stage, True) as run:
         learners = run.learners
-        settings = dataclasses.replace(learners.publications._settings, during_updates=beside)
+        settings = dataclasses.replace(learners.publications._settings, during_updates=overlap)
         learners.publications._settings = settings
         compare = learners.publications.check_parity
 
@@ -141,7 +141,7 @@ def run_cell(cell: dict[str, Any]) -> None:
         return 0.0
 
     async def work(planned: Any, report: Any, owns_cluster: bool) -> dict[str, Any]:
-        rows = await publish(planned, report, cell["publications"], cell["beside"])
+        rows = await publish(planned, report, cell["publications"], cell["overlap"])
         print(RESULT + json.dumps(rows), flush=True)
         return {}
 
@@ -212,7 +212,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--engine", choices=["transformers", "vllm"], default="transformers")
     parser.add_argument("--sends", nargs="+", choices=["full", "lora"], default=["full", "lora"])
     parser.add_argument("--publications", type=int, default=4)
-    parser.add_argument("--beside", action="store_true", help="measure publications beside updates too")
+    parser.add_argument("--overlap", action="store_true", help="measure publications during updates too")
     parser.add_argument("--against", metavar="CHECKOUT", help="worktree of another commit")
     parser.add_argument("--cell", help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -227,8 +227,8 @@ def main() -> None:
         run_cell(json.loads(options.cell))
         return
     checkouts = {"now": str(Path(__file__).resolve().parents[2])}
-    if options.beside:
-        checkouts["beside"] = checkouts["now"]
+    if options.overlap:
+        checkouts["overlap"] = checkouts["now"]
     if options.against:
         checkouts["before"] = options.against
     print(f"{'':48} {'seconds':>20}  {'increase of memory, MiB':>24}")
@@ -243,7 +243,7 @@ def main() -> None:
             cell |= {"engine": options.engine, "publications": options.publications}
             cell["model"] = find_model(Path(folder), cell["millions"])
             for name, checkout in checkouts.items():
-                show([*values, name], run_process(cell | {"beside": name == "beside"}, checkout))
+                show([*values, name], run_process(cell | {"overlap": name == "overlap"}, checkout))
 
 
 def find_model(folder: Path, millions: float) -> str:

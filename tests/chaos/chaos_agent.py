@@ -1,4 +1,4 @@
-"""The agent under fault. It asks three questions in one conversation and keeps a log of its own."""
+"""The agent under fault. It asks three questions in one conversation and keeps its own log."""
 
 import asyncio
 import os
@@ -31,5 +31,5 @@ async def asker(task: dict, llm: rl.LLM, rollout: rl.AttemptedRollout) -> float:
 
 
 def asker_program() -> rl.LitAgent:
-    """Return the same agent as a program in a process of its own."""
+    """Return the same agent as a program in a separate process."""
     return rl.CommandAgent([sys.executable, "-S", str(PROGRAM)])

@@ -95,7 +95,7 @@ class Events:
 
 
 class Driver:
-    """A driver in a process group of its own, as a shell starts it; its output goes to `driver.log` too.
+    """A driver in a new process group, as a shell starts it; its output goes to `driver.log` too.
 
     Args:
         folder: folder of the test; the run directory is `settings["folder"]`.

@@ -115,7 +115,7 @@ class Experiment:
     def _resume(self, strike: Strike) -> Driver:
         """Start the next driver, when no process of the last one has the store open. Others may still end:
         Ray's agents take up to a minute."""
-        self._events.drain()  # the exit of the last driver is not that of the next
+        self._events.drain()  # the last driver's exit must not count as the next one's
         ended = time.monotonic()
         eventually(lambda: not self._processes.find("store"), CLEAN_S, "the end of the store")
         if strike.fault.action in ("fill the disk", "break the disk"):

@@ -106,8 +106,8 @@ class Fault:
 
     @property
     def prelude(self) -> list[Predicate]:
-        """Events after which the target of a run's first fault is looked up, shortly before the moment. What
-        comes during the search is no moment, so that it begins early for a moment that comes once."""
+        """Events after which the target of a run's first fault is looked up, shortly before the moment. The
+        search misses a moment that passes meanwhile, so it begins early for one that comes once."""
         return [] if self.when in ("start", "full buffer") else [is_step(FIRST_STEP)]
 
     def moment(self, seed: str) -> list[Predicate]:

@@ -15,7 +15,7 @@ CLOCK_SOURCE = Path(__file__).with_name("chaos_clock.c")
 
 
 class SmallDisk:
-    """A disk of its own for a run directory; needs root.
+    """A separate disk for a run directory; needs root.
 
     Args:
         folder: empty folder at which the disk is mounted.

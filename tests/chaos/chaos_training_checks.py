@@ -113,7 +113,7 @@ def check_versions(evidence: Evidence) -> Iterator[Finding]:
 
 
 def check_ledger(evidence: Evidence) -> Iterator[Finding]:
-    """The ledger closes in every row, its sums never fall, and at the end they are those of the store."""
+    """The ledger closes in every row, its sums never fall, and at the end they equal the store's."""
     before = dict.fromkeys(SUMS, 0)
     for row in evidence.rows:
         if "ledger/generated" not in row:

@@ -10,7 +10,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group.addoption(
         "--ci-faults", metavar="HASH", help="take only a pair of runs, selected by this commit hash"
     )
-    group.addoption("--alone", action="store_true", help="inject each fault in a run of its own")
+    group.addoption("--alone", action="store_true", help="inject each fault in a separate run")
     group.addoption("--chaos-seed", default="0", help="seed of the moments of faults at random moments")
 
 

@@ -25,7 +25,7 @@ IGNORED = -100
 
 
 def quotes(seed: int, count: int) -> list[dict[str, int]]:
-    """Return tasks; all numbers, those of items included, have two digits."""
+    """Return tasks; all numbers, including numbers of items, have two digits."""
     generator = random.Random(seed)
     return [
         {

@@ -1,6 +1,6 @@
-"""Environments in which raylight runs beside packages that people have installed.
+"""Environments in which raylight runs together with packages that people have installed.
 
-An environment adds one package to that of the tests: a `.pth` file makes those modules importable,
+An environment adds one package to the tests' own: a `.pth` file makes those modules importable,
 so that uv installs only what is missing, or what the package needs in another version.
 """
 
@@ -121,8 +121,8 @@ def resolve(packages: list[str], folder: Path, present: dict[str, str]) -> dict[
     return {canonicalize_name(one.name): next(iter(one.specifier)).version for one in found}
 
 
-def try_beside(packages: list[str], folder: Path) -> Result:
-    """Install packages, train for a step beside them, and delete the environment."""
+def try_together(packages: list[str], folder: Path) -> Result:
+    """Install packages, train for a step in their environment, and delete it."""
     python = create(folder / "env")
     present = installed(python)
     began = time.monotonic()
@@ -182,7 +182,7 @@ def main(names: list[str]) -> None:
         if not packages:
             packages = [result.packages[0] for result in results if result.outcome != UNRESOLVED]
         with tempfile.TemporaryDirectory(prefix="crowd-") as folder:
-            results.append(try_beside(packages, Path(folder)))
+            results.append(try_together(packages, Path(folder)))
         print(results[-1].row(), results[-1].output, sep="\n", flush=True)
 
 

@@ -1,4 +1,4 @@
-"""A run trains beside packages that people have installed: each on its own, and all that resolve together.
+"""A run trains with packages that people have installed: each alone, and all that resolve together.
 
 `pytest -n 0 -m slow tests/crowd` takes about a minute a package, and needs a package index.
 """
@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from crowd import PACKAGES, RAN, UNRESOLVED, Result, requirements, selected_package, try_beside
+from crowd import PACKAGES, RAN, UNRESOLVED, Result, requirements, selected_package, try_together
 
 pytestmark = pytest.mark.skipif(shutil.which("uv") is None, reason="uv is not installed: pip install uv")
 
@@ -16,7 +16,7 @@ pytestmark = pytest.mark.skipif(shutil.which("uv") is None, reason="uv is not in
 @pytest.fixture
 def outcome_beside(tmp_path: Path, record_property: Callable[[str, object], None]) -> Callable[..., Result]:
     def try_and_record(*packages: str) -> Result:
-        result = try_beside(list(packages), tmp_path)
+        result = try_together(list(packages), tmp_path)
         record_property("row", result.row())
         return result
 
@@ -40,7 +40,7 @@ def test_a_run_beside_all(outcome_beside: Callable[..., Result]) -> None:
 
 @pytest.mark.slow
 def test_a_package_that_excludes_a_requirement_does_not_resolve(tmp_path: Path) -> None:
-    result = try_beside(["transformers==5.10.3"], tmp_path)
+    result = try_together(["transformers==5.10.3"], tmp_path)
     assert (result.outcome, result.versions) == (UNRESOLVED, {})
     assert "transformers" in result.output, "not a failure of uv itself"
     assert not (tmp_path / "env").exists()

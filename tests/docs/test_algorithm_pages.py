@@ -18,7 +18,7 @@ PAGES = sorted((DOCS / "algorithms").glob("*.md"))
 INDEX = DOCS / "algorithms" / "README.md"
 FAMILY = {
     name: getattr(algorithms, name)
-    for name in sorted(set(algorithms.__all__) - {"VERL", "MiniGRPO", "algo"})  # with pages of their own
+    for name in sorted(set(algorithms.__all__) - {"VERL", "MiniGRPO", "algo"})  # with separate pages
     if issubclass(getattr(algorithms, name), PolicyAlgorithm)
 }
 SUPERVISED = {name: getattr(algorithms, name) for name in ("SFT", "DPO", "RewardModel")}
@@ -191,7 +191,7 @@ def test_how_far_one_token_is_pushed() -> None:
         assert found == pytest.approx(values, abs=0.0051), name
     losses = {policy_settings(name).loss.name for name in FAMILY}
     shown_losses = {policy_settings(code(name)).loss.name for name in shown}
-    assert losses - shown_losses == {"clip_cov", "kl_cov"}  # which look at all tokens of a micro-batch
+    assert losses - shown_losses == {"clip_cov", "kl_cov"}  # which need all tokens of a micro-batch
 
 
 def test_how_losses_are_averaged() -> None:

@@ -29,7 +29,7 @@ def test_the_reference_is_not_stale(generator: ModuleType, pages: dict[str, str]
     )
 
 
-@pytest.mark.slow("the pages in the checkout are those of another process")
+@pytest.mark.slow("the pages in the checkout come from another process")
 def test_the_reference_is_always_the_same(generator: ModuleType, pages: dict[str, str]) -> None:
     assert generator.pages() == pages
 

@@ -23,10 +23,10 @@ def test_the_table_is_that_of_the_templates() -> None:
 @pytest.mark.parametrize("name", GENERATOR.CONVERSATIONS)
 @pytest.mark.parametrize("template", GENERATOR.TEMPLATES)
 def test_a_continued_row_has_the_new_turns_as_the_template_writes_them(template: str, name: str) -> None:
-    """Behind the tokens of the answer, which stay as they were sampled."""
+    """The new turns follow the answer's tokens, which are kept as sampled."""
     tokenizer = GENERATOR.make_tokenizer(trl_templates.read_template(template))
     if GENERATOR.rows(tokenizer, name) != "1":
-        return  # its calls are rows of their own, each with the whole prompt
+        return  # its calls are separate rows, each with the whole prompt
     continued = GENERATOR.continue_row(tokenizer, name)
     assert continued.ids[: len(continued.sampled)] == continued.sampled
     added = tokenizer.decode(continued.ids[len(continued.sampled) :])

@@ -1,4 +1,4 @@
-"""docs/harnesses.md: its agents can be made, and its tables are those of the presets."""
+"""docs/harnesses.md: its agents can be made, and its tables match the presets."""
 
 import re
 

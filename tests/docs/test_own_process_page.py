@@ -1,4 +1,4 @@
-"""The agents of docs/clients/own_process.md, each a program of its own, are trained."""
+"""The agents of docs/clients/own_process.md, each a separate program, are trained."""
 
 import shutil
 import sys

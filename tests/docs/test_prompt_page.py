@@ -1,4 +1,4 @@
-"""The page on prompt optimisation: its settings and names are those of the code, and its agent can be run."""
+"""The page on prompt optimisation: its settings and names match the code, and its agent can be run."""
 
 import inspect
 import re

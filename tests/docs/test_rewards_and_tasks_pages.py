@@ -1,4 +1,4 @@
-"""The pages on rewards and on tasks: their blocks run, and their tables are those of the code."""
+"""The pages on rewards and on tasks: their blocks run, and their tables match the code."""
 
 import asyncio
 import inspect

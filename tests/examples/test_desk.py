@@ -1,4 +1,4 @@
-"""Recipe `desk`: each agent has the reward of its own work, and three steps train both."""
+"""Recipe `desk`: each agent is rewarded for its own work, and three steps train both."""
 
 from pathlib import Path
 from typing import Any

@@ -184,7 +184,7 @@ def test_chats_of_agent_framework_are_the_captured_calls(run: Run) -> None:
 
 def test_a_wrong_answer_has_reward_0(run: Run) -> None:
     assert [item.reward for item in run.items["openai", "mistrusted"]] == [0.0]
-    assert run.figures["rewards"]["reward"]["mean"] == pytest.approx(8 / 18)  # a failure is no success
+    assert run.figures["rewards"]["reward"]["mean"] == pytest.approx(8 / 18)  # a failed rollout counts as 0
     assert run.figures["failed"] == len(CLIENTS) + 1
 
 

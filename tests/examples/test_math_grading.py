@@ -138,7 +138,7 @@ def test_the_instructions_match_the_extractor(extractor: str) -> None:
 async def test_grading(
     answer: str | None, expected: str, right: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With sympy in this process, because the start of its own takes a second."""
+    """Call sympy in this process: starting another one takes a second."""
 
     async def equal(given: str, expected: str) -> bool:
         return same(parse(given, containers=True), parse(expected, containers=True), symbolic.equal)
@@ -188,7 +188,7 @@ SLOW = "*".join(f"(sin({letter})**7+cos(x*{letter})**5+{letter})**9" for letter 
 
 
 def children() -> set[psutil.Process]:
-    """Return the child processes of this process, including those of earlier tests."""
+    """Return the child processes of this process, including earlier tests' processes."""
     return set(psutil.Process().children())
 
 

@@ -87,7 +87,7 @@ def test_the_baseline_measures_every_split(model: ScriptedModel, endpoint: str, 
     for task in TASKS.values():
         assert f"{task}: reward 0.3" in log
 
-    # the rewards equal those of the stored spans, and the model's calls went through the proxy
+    # the rewards equal the rewards in the stored spans, and the model's calls went through the proxy
     found = asyncio.run(stored(tmp_path / "baseline" / "store.db"))
     assert len(found) == 15
     for rollout, spans in found:

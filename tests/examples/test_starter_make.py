@@ -63,7 +63,7 @@ def test_one_seed_makes_one_model(tmp_path: Path) -> None:
     import torch
 
     def weights(name: str, seed: int) -> bytes:
-        torch.manual_seed(len(name))  # the caller's own random numbers have no influence
+        torch.manual_seed(len(name))  # the caller's random state has no influence
         make_starter(echoes, tmp_path / name, steps=2, seed=seed, report=None)
         return (tmp_path / name / "model.safetensors").read_bytes()
 

@@ -136,7 +136,7 @@ def test_a_field_with_a_wrong_value(caller: Caller, dialect: str) -> None:
 
 @pytest.fixture
 def broken(tiny: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[Caller]:
-    """Caller of a server of its own, whose engine samples one token and fails."""
+    """Caller of a separate server, whose engine samples one token and fails."""
     engine: Any = engine_server.small_engine(tiny)
 
     def fail() -> None:

@@ -24,7 +24,7 @@ REQUESTS = {
 }
 """Path, body and last event of a request in each dialect; two if it names the limit of tokens."""
 PINGS = {"messages": "event: ping", "responses": "event: keepalive"}
-"""Signs of life that are no comments."""
+"""Keep-alive events; other dialects send comments."""
 
 
 @contextmanager

@@ -36,7 +36,7 @@ DELIBERATE = {
     503: ("requests are waiting already", "no room for more calls", "the store did not answer"),
     504: (),
 }
-"""Statuses of 500 and more that are no failure, with the texts of their errors."""
+"""Statuses of 500 and more that are not failures, with the texts of their errors."""
 SERVER_FAILURES = ('"server_error"', '"api_error"', '"code":500', '"code": 500')
 """Text of a stream's event if the server failed while it streamed."""
 CALL_ID = re.compile(r'"id": ?"(?:chatcmpl-|cmpl-|resp_|msg_)([0-9a-f]{32})"')

@@ -185,7 +185,7 @@ class FuzzCase:
 
 
 def load_examples() -> list[tuple[str, dict[str, Any]]]:
-    """Return routes with valid bodies: an own one for each route, and those of the frameworks."""
+    """Return routes with valid bodies: one for each route, and the recorded bodies of frameworks."""
     examples = [(path, body if path == TRACES else {"model": MODEL} | body) for path, body in EXAMPLES]
     for line in RECORDED.read_text().splitlines():
         recorded = json.loads(line)

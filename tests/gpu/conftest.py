@@ -99,7 +99,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, str], str
 def program() -> Program:
     """Function that runs a program of this folder with a task, and returns the object that it prints last.
 
-    A process of its own returns all memory of the device when it ends.
+    The process returns all memory of the device when it ends.
     """
 
     def run(name: str, **task: Any) -> dict[str, Any]:

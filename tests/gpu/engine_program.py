@@ -1,4 +1,4 @@
-"""One engine in a process of its own: reads its task as JSON from the command line, prints its figures.
+"""One engine in a separate process: reads its task as JSON from the command line, prints its figures.
 
 python engine_program.py '{"model": FOLDER, "device": "cuda", "shape": "0.5B", "kind": "vllm", "dtype": ...}'
 """
@@ -108,7 +108,7 @@ async def sample(engine: Engine, shape: Shape) -> tuple[list[Sample], float]:
 
 @torch.no_grad()
 def differences(model: str, device: str, samples: list[Sample]) -> list[float]:
-    """Return the differences of the samples' log-probs to those of plain transformers in float32."""
+    """Return the differences of the samples' log-probs from plain transformers in float32."""
     plain = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).to(device)
     found: list[float] = []
     for one in samples:

@@ -66,7 +66,7 @@ SHAPES = {
     "0.5B": Shape(896, 24, 14, 2, 4864, 151_936, rows=32, row_tokens=1024, answer_tokens=256),
     "1.5B": Shape(1536, 28, 12, 2, 8960, 151_936, rows=32, row_tokens=1024, answer_tokens=256),
 }
-"""Shapes by name: that of tests on a CPU, and those of Qwen2.5 0.5B and 1.5B."""
+"""Shapes by name: a tiny one for tests on a CPU, and Qwen2.5 0.5B and 1.5B."""
 
 
 def build(shape: Shape, folder: Path, device: str) -> str:

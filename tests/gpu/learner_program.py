@@ -1,4 +1,4 @@
-"""One learner rank in a process of its own: reads its task as JSON from the command line, prints its figures.
+"""One learner rank in a separate process: reads its task as JSON from the command line, prints its figures.
 
 python learner_program.py '{"model": FOLDER, "device": "cuda", "shape": "0.5B", "configs": {NAME: {...}}}'
 """

@@ -7,11 +7,10 @@ import pytest
 from gpu_shapes import SHAPES, peak_flops
 
 TOLERANCE = {"float32": 1e-3, "bfloat16": 5e-2}
-"""Largest relative difference of gradient norms; in float32 also of log-probs to those of plain
-transformers."""
+"""Largest relative difference of gradient norms; in float32 also of log-probs, against plain transformers."""
 MOST_ROUNDING = 1.5
-"""Largest mean difference of log-probs in bfloat16 to float32, as a multiple of that of plain transformers:
-random weights round more than trained ones."""
+"""Largest mean difference of log-probs in bfloat16 from float32, as a multiple of plain transformers'
+difference: random weights round more than trained ones."""
 CASES = [
     pytest.param("tiny", "cpu", "float32", marks=pytest.mark.slow),
     pytest.param("0.5B", "cuda", "bfloat16", marks=pytest.mark.gpu),

@@ -11,8 +11,8 @@ from raylight.trainer.cluster_fit.model_shape import read_shape
 from raylight.trainer.cluster_fit.role_needs import GPU_CONTEXT, learner_memory
 
 TOLERANCE = {"cuda": 0.15, "cpu": 0.25}
-"""Largest relative difference. On a CPU the tiny model is little beside Python and its libraries, of which a
-process without Ray loads fewer."""
+"""Largest relative difference. On a CPU the tiny model is small compared with Python and its libraries, of
+which a process without Ray loads fewer."""
 
 
 def planned_bytes(model: str, config: dict[str, Any], device: str) -> int:

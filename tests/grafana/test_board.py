@@ -76,7 +76,7 @@ def has_data(url: str, expression: str) -> bool:
 @pytest.mark.timeout(600)
 @pytest.mark.skipif(not shutil.which("prometheus"), reason="Prometheus is not installed")
 def test_every_expression_is_answered_with_data(session: Path, prometheus: str) -> None:
-    """The board is the one that the run put beside Ray's own."""
+    """The board is the one that the run put next to Ray's."""
     deadline = time.monotonic() + DEADLINE_S
     file = session / "metrics" / "dashboards" / BOARD.name
     while not file.exists():

@@ -15,7 +15,7 @@ from raylight.traces.reward_spans import find_final_reward
 __all__ = ["podman_image"]
 pytestmark = pytest.mark.slow
 SYSTEM = ("/usr", "/lib", "/lib64", "/bin", "/sbin", "/etc/ssl", "/etc/passwd")
-"""Paths of this machine that a container without programs of its own reads."""
+"""Paths of this machine that a container without programs reads."""
 
 
 def path_of(folder: str) -> dict[str, str]:

@@ -1,7 +1,7 @@
 """Codex and Claude Code with nothing but a base URL and a key: their default tools, fields and models.
 
-`codex` reads the base URL from its configuration and the key from a variable of its own; `claude` reads both
-from variables that each rollout has.
+`codex` reads the base URL from its configuration and the key from its own variable; `claude` reads both from
+variables that each rollout has.
 """
 
 import shutil

@@ -4,7 +4,7 @@ A block is fenced and begins with ```` ```python ````. An HTML comment directly 
 
     <!-- run: agent -->             the name by which a test finds the block
     <!-- not run: needs a GPU -->   tests skip the block; the reason is required
-    <!-- file: agent.mjs -->        a file of this name, in any language, for a program of its own
+    <!-- file: agent.mjs -->        a file of this name, in any language, for a separate program
 
     for block in snippets(DOCS / "clients" / "openai.md"):
         names = block.run()
@@ -34,7 +34,7 @@ class Snippet:
     not_run: str = ""
     """Reason for not running the block; empty if it is run."""
     file: str = ""
-    """Name of the file that the block shows; empty if it is no file."""
+    """Name of the file that the block shows; empty if it does not show a file."""
 
     def __str__(self) -> str:
         return f"{self.page.relative_to(DOCS) if DOCS in self.page.parents else self.page}:{self.line}"
@@ -43,7 +43,7 @@ class Snippet:
         """Run the block with `names` defined, and return all names that are defined afterwards.
 
         Errors show the line in the page. The module of functions and classes is not importable, so that Ray
-        pickles them by value, as it does with those of a notebook.
+        pickles them by value, as in a notebook.
         """
         namespace = {"__name__": f"page_{self.page.stem}"} | (names or {})
         exec(compile("\n" * (self.line - 1) + self.code, str(self.page), "exec"), namespace)

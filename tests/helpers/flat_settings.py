@@ -10,7 +10,7 @@ FLAT_KEYS = {key for table in TABLES for key in (table.selector, *table._readers
 
 
 def flat_settings(settings: BaseModel | type[BaseModel]) -> dict[str, Any]:
-    """Return the settings of an instance, or the defaults of a class, with those of its variants flat."""
+    """Return the settings of an instance, or the defaults of a class, with variants' settings flattened."""
     if isinstance(settings, type):
         values = {
             name: field.get_default(call_default_factory=True)

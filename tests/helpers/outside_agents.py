@@ -40,10 +40,10 @@ class Outside:
         return self.http.post(f"/v1/sessions{path}", json=body)
 
     def begin(self, task: Any, **body: Any) -> dict[str, Any]:
-        """Open a session, and wait as long as there is no place."""
+        """Open a session; wait until the server has room."""
         deadline = time.monotonic() + 300
         while (answer := self.post("", task=task, **body)).status_code == 429:
-            assert time.monotonic() < deadline, "there was no place"
+            assert time.monotonic() < deadline, "the server had no room"
             self.refused += 1
             time.sleep(0.05)
         assert answer.status_code == 201, answer.text
@@ -58,7 +58,7 @@ class Outside:
         return self.http.get(f"/v1/sessions/{session['session_id']}").json()["status"]
 
     def play(self, number: int = 0) -> None:
-        """Answer one question in a session of its own."""
+        """Answer one question in a new session."""
         with self._lock:
             a, b = self._random.randint(10, 99), self._random.randint(10, 99)
         session = self.begin({"a": a, "b": b})

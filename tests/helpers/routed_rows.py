@@ -61,7 +61,7 @@ def as_row(drawn: Sample) -> Trajectory:
 
 
 def check_routes(model: Any, recorded: Any) -> None:
-    """Compare the routes of a row or a sample with those of one pass of a model of transformers."""
+    """Compare the routes of a row or a sample with one pass of a transformers model."""
     routes, ids = recorded.routed_experts, torch.tensor([recorded.token_ids.tolist()])
     with ExpertRoutes(model).recording() as found, torch.no_grad():
         model(ids, use_cache=False)

@@ -23,7 +23,7 @@ def serve(*args: str, env: dict[str, str] | None = None, command: str = "serve")
     """Run a command that serves until the block ends. It must then exit by itself on Ctrl-C.
 
     Args:
-        env: additional environment variables; without RAY_ADDRESS, the server has a cluster of its own.
+        env: additional environment variables; without RAY_ADDRESS, the server starts a cluster.
     """
     process = subprocess.Popen(
         [str(BIN / "raylight"), command, *args],

@@ -15,7 +15,7 @@ SIZE: dict[str, Any] = {"num_cpus": 1, "object_store_memory": 100 * 2**20}
 
 
 class TwoNodes:
-    """A cluster in a process of its own, because Ray starts nodes from a main thread only.
+    """A cluster in a separate process, because Ray starts nodes from a main thread only.
 
     Args:
         environment: environment variables of all its processes.
@@ -65,7 +65,7 @@ class TwoNodes:
 
 
 def run_on_two_nodes(mode: str, timeout_s: float = 280.0, **task: Any) -> dict[str, Any]:
-    """Run `two_node_run.py` in a process of its own, and return the object that it prints."""
+    """Run `two_node_run.py` in a separate process, and return the object that it prints."""
     with restored_cluster_file():
         done = subprocess.run(
             [sys.executable, str(PROGRAM), mode, json.dumps(task)],

@@ -23,7 +23,7 @@ def connected(shared_cluster: Cluster) -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def connected_on_one_thread(shared_cluster: Cluster) -> Iterator[None]:
-    """Connect this process as a driver that trains on a single thread, beside the engine."""
+    """Connect this process as a driver that trains on a single thread, while the engine runs."""
     import torch
 
     threads = torch.get_num_threads()

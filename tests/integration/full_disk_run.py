@@ -1,7 +1,7 @@
 """A run on a small disk that becomes full at a step, and its continuation after the disk has room again.
 
-It is a program of its own, in a mount namespace of its own: `python full_disk_run.py FOLDER LEFT`, where LEFT
-is the number of bytes that stay free.
+It is a separate program, in a separate mount namespace: `python full_disk_run.py FOLDER LEFT`, where LEFT is
+the number of bytes that stay free.
 """
 
 from __future__ import annotations

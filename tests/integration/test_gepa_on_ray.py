@@ -74,7 +74,7 @@ def test_reflection_on_traces_improves_the_prompt(shared_cluster: Cluster, tmp_p
     best = f"{SEED.template} Answer with nothing but the number."
     assert algorithm.get_best_prompt().template == best
     assert "Reward: 0." in asked[0]
-    assert "[user] What is" in asked[0]  # the conversation, as it was recorded
+    assert "[user] What is" in asked[0]  # the recorded conversation
     assert "Keep these placeholders" in asked[0]
     result = json.loads((tmp_path / "gepa.json").read_text())
     assert [candidate["val_score"] for candidate in result["candidates"]] == [0.0, 1.0]

@@ -87,7 +87,7 @@ def test_an_agent_with_a_tool_learns(tmp_path: Path, no_processes_left: None) ->
 
 @pytest.mark.slow
 def test_a_run_starts_beside_another_ray_serve(tmp_path: Path, no_processes_left: None) -> None:
-    """The other Serve is represented by its ports, those of a HAProxy without the launcher included."""
+    """The other Serve is represented by its ports, including the ports of a HAProxy without launcher."""
     with contextlib.ExitStack() as held:
         for port in (DEFAULT_PORT, FALLBACK_PORT, 9101, 8404):
             held.enter_context(socket.create_server(("0.0.0.0", port)))

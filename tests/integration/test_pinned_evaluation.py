@@ -1,4 +1,4 @@
-"""Evaluations beside training, with real learners, two engines that serve an adapter, and runners."""
+"""Evaluations during training, with real learners, two engines that serve an adapter, and runners."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class ReplicaKiller:
 
     def log(self, step: int, metrics: dict) -> None:
         if step == self.step and not self.killed:
-            address = ray.get_runtime_context().gcs_address  # not that of the machine's newest cluster
+            address = ray.get_runtime_context().gcs_address  # not the machine's newest cluster
             alive = list_actors(address, filters=[("state", "=", "ALIVE")], detail=True, limit=1000)
             replicas = [actor.pid for actor in alive if "ServeReplica" in actor.class_name]
             self.killed = max(replicas)

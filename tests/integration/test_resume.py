@@ -108,7 +108,7 @@ def test_a_run_resumes_after_its_driver_was_killed(tmp_path: Path, kill_leftover
 @pytest.mark.slow
 @pytest.mark.timeout(400)
 def test_a_run_with_images_resumes(tmp_path: Path, kill_leftover_proxies: None) -> None:
-    """The state is that of step 2, so that step 3 is taken again, with the images in the store's folder."""
+    """The state is from step 2, so that step 3 is taken again, with the images in the store's folder."""
     images = [make_image(color) for color in ("red", "blue", "green")]
     (tmp_path / "images.json").write_text(json.dumps([image.data_url for image in images]))
     build_vlm("qwen3_vl", tmp_path / "model")
@@ -278,7 +278,7 @@ def test_an_asynchronous_run_resumes_on_other_ranks(
     monkeypatch: pytest.MonkeyPatch,
     kill_leftover_proxies: None,
 ) -> None:
-    """The state is that of step 3, so that steps 4 and 5 are taken again."""
+    """The state is from step 3, so that steps 4 and 5 are taken again."""
     monkeypatch.setenv("RESUMED_RUN_FOLDER", str(tmp_path))
     run = start_run(tmp_path, before, kind="asynchronous")
     wait_for_step(run, tmp_path, 5)

@@ -1,4 +1,4 @@
-"""Several drivers that start and end at the same time, on one cluster and on clusters of their own."""
+"""Several drivers that start and end at the same time, on one cluster and on separate clusters."""
 
 from __future__ import annotations
 

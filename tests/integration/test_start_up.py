@@ -34,7 +34,7 @@ async def test_a_slow_start_is_not_taken_for_missing_resources(
     os.mkfifo(pipe)
     config = RunnerConfig(num_cpus=0.2, placement_timeout_s=0.5, start_timeout_s=60)
     with cluster.connected():
-        monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:1")  # as of another cluster, beside address="local"
+        monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:1")  # names another cluster than address="local"
         slow = Gated.options(num_cpus=0.2).remote(str(pipe))
         eventually(
             lambda: read_start_states({"runner-0": slow}, {"CPU": 0.2})["runner-0"].phase == "loading",

@@ -36,7 +36,7 @@ def test_a_run_on_a_new_cluster_starts_its_own_serve(tmp_path: Path, no_processe
 def test_two_runs_side_by_side_beside_a_cluster(
     cluster: Cluster, tmp_path: Path, no_processes_left: None
 ) -> None:
-    """Each run has a cluster of its own, although RAY_ADDRESS names another one."""
+    """Each run starts its own cluster, although RAY_ADDRESS names another one."""
     runs = []
     for name in ("a", "b"):
         command = [str(BIN / "raylight"), "quickstart", "--steps", "1", "--address", "local"]

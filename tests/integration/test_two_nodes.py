@@ -1,4 +1,4 @@
-"""Runs on two nodes: roles on nodes of their own, a node that is lost and replaced, one that joins later."""
+"""Runs on two nodes: roles on separate nodes, a node that is lost and replaced, one that joins later."""
 
 from __future__ import annotations
 

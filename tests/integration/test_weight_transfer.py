@@ -78,7 +78,7 @@ class GatedLearner(LearnerActor):
 
 @asynccontextmanager
 async def publishing(
-    folder: Path, beside: bool = False
+    folder: Path, overlap: bool = False
 ) -> AsyncIterator[tuple[Served, LearnerGroup, Publications, Any]]:
     """Start two replicas, two learners and a gate; publish version 1."""
     gate: Any = ray.remote(Gate).options(name=GATE, namespace=GATE, num_cpus=0).remote()
@@ -86,7 +86,7 @@ async def publishing(
     async with served(folder, replicas=2, num_cpus=0) as model, gang(config, GatedLearner) as learners:
         engine = EngineConfig(kind="transformers", replicas=2, weight_transfer="gloo", start_timeout_s=120)
         publications = Publications(
-            learners, model.coordinator, engine, TIMEOUT_S, probe=IDS, tolerance=1e-5, during_updates=beside
+            learners, model.coordinator, engine, TIMEOUT_S, probe=IDS, tolerance=1e-5, during_updates=overlap
         )
         await learners.update(make_batch())
         await publications.publish(1)

@@ -80,7 +80,7 @@ def main(rank: int, ranks: int) -> dict[str, Any]:
         }
         found[f"{name} masks"] = {row.index: row.mask.tolist() for row in mine}
         found[f"{name} left"] = has_tokens(mine)
-    copy = make_rows()[0]  # a rank without rows of its own holds a copy that trains nothing
+    copy = make_rows()[0]  # a rank without rows holds a copy that trains nothing
     if rank:
         copy.mask = torch.zeros_like(copy.mask)
     found["copy"] = run_case([copy], CASES["both"] | {"rollout_is_batch_normalize": True})

@@ -66,8 +66,8 @@ def main(rank: int, ranks: int, kind: str, top_k: int | None, teacher: str) -> A
 
 @torch.no_grad()
 def sent_tops(teacher_path: str, k: int) -> list[TopLogprobs]:
-    """Return what an engine of a teacher sends of the batch. Ids that the student lacks are as probable as in
-    `plain_update`: not at all."""
+    """Return what a teacher's engine sends for the batch. As in `plain_update`, ids that the student lacks
+    have probability 0."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     teacher = AutoModelForCausalLM.from_pretrained(teacher_path)

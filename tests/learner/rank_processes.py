@@ -1,4 +1,4 @@
-"""Ranks of a learner in processes of their own.
+"""Ranks of a learner in separate processes.
 
 They are forked from one process that has imported the libraries: the imports take longer than most of what
 the ranks do.

@@ -32,7 +32,7 @@ SETTINGS = {"lr": 1e-3, "max_logprob_mismatch": 50.0, "kl_coef": 0.01, "entropy_
 
 
 def save_untied_model(folder: Path) -> None:
-    """Save a random model whose output layer has weights of its own."""
+    """Save a random model whose output layer is not tied to its embeddings."""
     torch.manual_seed(0)
     config = AutoConfig.from_pretrained(STARTER_MODEL)
     config.tie_word_embeddings = False

@@ -374,7 +374,7 @@ def test_an_interpolated_policy_does_not_depend_on_micro_batches(plain, learner)
 
 @pytest.mark.parametrize("case", ["dropout", "warm-up"])
 def test_an_interpolated_policy_where_a_pass_comes_before(plain, case):
-    """With dropout or during the critic's warm-up, the log-probs are of a pass of their own."""
+    """With dropout or during the critic's warm-up, the log-probs come from a separate pass."""
     from raylight.learner.updates.policy import Policy
 
     lora = {"rank": 4, "alpha": 8, "dropout": 0.5, "target_modules": ["q_proj"]}

@@ -165,7 +165,7 @@ def test_rloo_matches_its_paper(plain, exact, micro_batch):
         ]
         advantages.append(reward - sum(others) / len(others))
     found = update(settings_of("RLOO"), batch, max_tokens_per_micro_batch=micro_batch)
-    # the ratio to the policy itself, whose gradient is that of the log-prob
+    # the ratio to the policy itself has the gradient of the log-prob
     check(
         found,
         reference(

@@ -70,7 +70,7 @@ PACKED = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
     ],
 )
 def test_an_adapter_of_packed_experts_is_merged_and_saved(model_type, tmp_path):
-    """Its answers are those of peft, and of weights to which each expert's update is added by hand."""
+    """Its answers match peft, and weights to which each expert's update is added by hand."""
     from peft import PeftModel
 
     model = build_model(model_type, tmp_path / "model")

@@ -20,7 +20,7 @@ LR, DECAY, MOMENTUM, STEPS = 1e-3, 0.1, 0.9, 2
 class Reference:
     """The starter model trained by torch's own Muon and AdamW, with the gradients of a policy.
 
-    Orthogonalisation in bfloat16 amplifies rounding where a gradient has no direction of its own, so that
+    Orthogonalisation in bfloat16 amplifies rounding in directions in which a gradient is nearly 0, so that
     only equal gradients give equal updates.
     """
 

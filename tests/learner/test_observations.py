@@ -128,7 +128,7 @@ def test_rows_of_conversations_know_their_observations() -> None:
     from raylight.experience.batches.batch import BatchRules
 
     batch, _ = build_batch([replace(item, generations=calls)], BatchRules(row_limit=6, long_rows="truncate"))
-    # forced tokens are no observations, nor is the first prompt of a row
+    # forced tokens are not observations, nor is the first prompt of a row
     assert [row.observed.tolist() for row in batch.rows] == [[0, 0, 0, 0, 1, 1], [0, 0]]
     assert [row.mask.tolist() for row in batch.rows] == [[0, 0, 1, 1, 0, 0], [0, 1]]
 

@@ -1,4 +1,4 @@
-"""Several models on the same ranks against models on ranks of their own."""
+"""Several models on shared ranks against each model on separate ranks."""
 
 import json
 

@@ -43,9 +43,9 @@ MODELS = {
         "mamba_chunk_size": 8,
         "lm_head_multiplier": 0.5,
     },
-    "llama4_text": {"num_local_experts": 2, "intermediate_size_mlp": 48},  # its prefix is no part
+    "llama4_text": {"num_local_experts": 2, "intermediate_size_mlp": 48},  # its prefix is not a submodule
 }
-"""Model types, with what their configurations need beside `SIZES`."""
+"""Model types, with what their configurations need in addition to `SIZES`."""
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""Four ranks with copies of the model in groups (HSDP) update it as one rank does, beside a snapshot."""
+"""Four ranks with copies of the model in groups (HSDP) update it as one rank does, during a snapshot."""
 
 from pathlib import Path
 

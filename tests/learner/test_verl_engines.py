@@ -171,7 +171,7 @@ def test_every_dropout_of_a_model_is_found():
 
 
 def test_the_only_step_under_lora_dropout_has_the_ratio_one(batch):
-    """Old log-probs of a pass without dropout of 0.5 would differ from those of the step."""
+    """Old log-probs of a pass without dropout of 0.5 would differ from the step's."""
     dropping = {"lora": {"rank": 4, "alpha": 8, "dropout": 0.5}}
     policy = make_policy(dropping, lr=0.05, max_logprob_mismatch=50.0)
     policy.update(batch)  # the adapter is no longer 0

@@ -290,7 +290,7 @@ def test_a_model_that_needs_its_processor_names_one_remedy(folders: dict[str, st
 
 
 def test_a_module_that_an_engine_shares_computes_alike(folders: dict[str, str]) -> None:
-    """The engine's own passes get the features of their own pixels."""
+    """The engine's passes get the features of their own pixels."""
     model, images, exact = load_plain(folders["qwen3_vl"])
     batch = make_batch(images, [logprobs.tolist() for logprobs in exact])
     settings = PolicySettings(lr=1e-2, max_logprob_mismatch=1e-3)

@@ -65,7 +65,7 @@ def test_an_engines_most_probable_tokens_have_the_same_loss(kind, teacher):
 
 
 def test_each_row_has_its_own_teacher(teacher, tmp_path: Path):
-    """Teachers of two sizes, one of which has no row of some micro-batches."""
+    """Teachers of two sizes, one of which scores no row in some micro-batches."""
     other = save_teacher(tmp_path, hidden_size=32, tie_word_embeddings=True)
     numbers = [0, 0, 0, 1, 0, 1, 1, 0]
     loss, wanted = plain_update("js", None, teacher, other, numbers=numbers)

@@ -18,7 +18,7 @@ from raylight.quickstart.additions import additions, is_right, question
 
 pytest.importorskip("trl", reason="the extra raylight[trl] is not installed")
 NAMES = ("prompt_ids", "prompt_mask", "completion_ids", "completion_mask")
-"""Inputs of TRL's loss: tokens, and what of them is no padding."""
+"""Inputs of TRL's loss: tokens, and masks without the padding."""
 
 
 class RecordingContext:
@@ -118,7 +118,7 @@ def plain_gradient(model: Any, rows: list[tuple[list[int], list[int], float]]) -
     for prompt, answer, advantage in rows:
         logits = model(input_ids=torch.tensor([[*prompt, *answer]])).logits[0, len(prompt) - 1 : -1]
         logprobs = logits.log_softmax(-1).gather(-1, torch.tensor(answer)[:, None])
-        (-advantage * logprobs.sum() / tokens).backward()  # at a ratio of 1 its gradient is that of the ratio
+        (-advantage * logprobs.sum() / tokens).backward()  # at a ratio of 1 it has the gradient of the ratio
     squares = [param.grad.square().sum() for param in model.parameters() if param.grad is not None]
     loss = -sum(advantage * len(answer) for _, answer, advantage in rows) / tokens
     return loss, float(torch.stack(squares).sum().sqrt())

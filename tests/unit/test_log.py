@@ -1,4 +1,4 @@
-"""Logging to the console: raylight's loggers and those of the agent."""
+"""Logging to the console: raylight's loggers and the agent's."""
 
 import logging
 from collections.abc import Iterator

@@ -66,7 +66,7 @@ WRONG: dict[Any, list[Any]] = {
     Config: [object(), 17, "text"],
 }
 PARSED = {"rollout_is_threshold", "rollout_rs_threshold"}
-"""Texts with numbers, which a parser of their own checks."""
+"""Texts with numbers, which a separate parser checks."""
 FREE = {"resource_type", "teacher"}
 """Settings that take any text."""
 INFINITE = {"timeout_seconds", "unresponsive_seconds", "max_seconds"}
@@ -188,7 +188,7 @@ def has_bounds(field: Any) -> bool:
 
 
 def inner_metadata(annotation: Any) -> Iterator[Any]:
-    """Yield the bounds inside a union, such as those of `Seed | None`."""
+    """Yield the bounds inside a union, such as `Seed | None`."""
     for info in getattr(annotation, "__metadata__", ()):
         yield from info.metadata
     for part in get_args(annotation):

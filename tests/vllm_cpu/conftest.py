@@ -51,7 +51,7 @@ async def bench(model_path: str) -> AsyncIterator[Bench]:
 
 @pytest_asyncio.fixture(loop_scope="session")
 async def small_bench(model_path: str) -> AsyncIterator[Bench]:
-    """Bench of an engine of its own with eight slots."""
+    """Bench of a separate engine with eight slots."""
     async with open_bench(model_path, slots=8) as bench:
         yield bench
 

@@ -1,4 +1,4 @@
-"""Training of an adapter that vLLM serves on a CPU, as a program of its own."""
+"""Training of an adapter that vLLM serves on a CPU, as a separate program."""
 
 import sys
 

@@ -42,8 +42,8 @@ def sample(engine: Any, prompts: list[list[int]], adapter: str | None = None) ->
 
 
 def difference(samples: list[dict[str, Any]], score: Any) -> dict[str, float]:
-    """Return the mean and the largest difference of the samples' log-probs to those of `score`, a function
-    from token ids to the log-probs of all but the first."""
+    """Return the mean and the largest difference of the samples' log-probs from `score`, a function from
+    token ids to the log-probs of all but the first."""
     found = torch.cat(
         [
             torch.tensor(each["logprobs"]).sub(

@@ -1,4 +1,4 @@
-"""Training of a schema-bound agent through vLLM on a CPU, as a program of its own."""
+"""Training of a schema-bound agent through vLLM on a CPU, as a separate program."""
 
 import sys
 

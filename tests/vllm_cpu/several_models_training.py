@@ -1,4 +1,4 @@
-"""Training of two adapters beside a fixed one that vLLM serves on a CPU, as a program of its own:
+"""Training of two adapters, with a third fixed one, that vLLM serves on a CPU, as a separate program:
 python several_models_training.py OUTPUT_DIR STEPS
 """
 

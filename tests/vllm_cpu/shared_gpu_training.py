@@ -1,6 +1,6 @@
-"""Training where a learner and vLLM share a GPU that Ray only counts, as a program of its own.
+"""Training where a learner and vLLM share a GPU that Ray only counts, as a separate program.
 
-The places are those of a machine with one GPU; vLLM's CPU build and the learner compute on the CPU.
+Roles are placed as on a machine with one GPU; vLLM's CPU build and the learner compute on the CPU.
 """
 
 import json

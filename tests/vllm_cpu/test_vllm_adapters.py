@@ -112,7 +112,7 @@ async def test_a_pinned_version_is_sampled_beside_a_newer_one(bench: Any, tmp_pa
 
 
 async def test_an_adapter_under_the_models_name_and_the_prefix_cache(bench: Any, tmp_path: Path) -> None:
-    """Each version computes a cached prefix again; a probe runs beside requests."""
+    """Each version computes a cached prefix again; a probe runs during requests."""
     prompt = [(7 * number) % 200 + 20 for number in range(300)]  # more than a block of the cache
     for version in (40, 41):
         adapter, model = make_adapter(bench, tmp_path / str(version), version)

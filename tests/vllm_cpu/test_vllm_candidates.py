@@ -42,7 +42,7 @@ async def ask(bench: Any, **sampling: Any) -> Any:
 
 
 def check(bench: Any, model: Any, sample: Any, sampling: dict[str, Any]) -> TokenSets:
-    """Compare the log-probs with those of plain transformers, and return the candidates."""
+    """Compare the log-probs with plain transformers, and return the candidates."""
     candidates = TokenSets.join(sample.candidates)
     assert len(candidates) == len(sample.output_ids) > 0
     expected = reference_logprobs(

@@ -205,7 +205,7 @@ async def test_allowed_tokens_stay_with_their_request_when_rows_move() -> None:
     from raylight.engines.vllm.constraints import repair_allowed_tokens
 
     class RepairedBatch(InputBatch):
-        """A class of its own, so that vLLM's stays as it is."""
+        """A subclass, so that vLLM's class stays unchanged."""
 
     for _ in range(2):
         repair_allowed_tokens(RepairedBatch)

@@ -70,7 +70,7 @@ async def ask(bench: Bench, messages: list[Any], ids: list[int] | None = None, m
 
 @torch.inference_mode()
 def difference(module: Any, images: ModelImages, found: Any, *shown: Any) -> float:
-    """Return the largest difference of a sample's log-probs to those of a plain pass."""
+    """Return the largest difference of a sample's log-probs from a plain pass."""
     ids = torch.from_numpy(found.token_ids).long()[None]
     kinds = torch.zeros_like(ids)
     for place in found.images:

@@ -1,4 +1,4 @@
-"""Routes that vLLM records for router replay: those of one pass of plain transformers."""
+"""Routes that vLLM records for router replay equal one pass of plain transformers."""
 
 import asyncio
 from collections.abc import AsyncIterator

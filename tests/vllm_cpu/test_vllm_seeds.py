@@ -1,4 +1,4 @@
-"""Replicas of vLLM sample with seeds of their own."""
+"""Replicas of vLLM sample with different seeds."""
 
 import json
 from pathlib import Path

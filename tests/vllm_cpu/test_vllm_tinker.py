@@ -65,7 +65,7 @@ def greedy(sampler: Any) -> bytes:
 
 
 def check_logprobs(sampler: Any, client: Any) -> None:
-    """Check that vLLM's log-probs of sampled tokens and of prompts are those of the trainer."""
+    """Check that vLLM's log-probs of sampled tokens and of prompts match the trainer's."""
     from tinker import types
 
     sequences = ask(sampler, count=4, seed=1, temperature=1.0).result().sequences

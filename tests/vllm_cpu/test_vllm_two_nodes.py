@@ -1,4 +1,4 @@
-"""vLLM with tensor parallelism on a node of its own, which is lost and replaced while the run learns."""
+"""vLLM with tensor parallelism on a separate node, which is lost and replaced while the run learns."""
 
 from pathlib import Path
 

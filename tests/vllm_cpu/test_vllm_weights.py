@@ -30,7 +30,7 @@ async def test_the_tied_output_layer_must_be_sent(bench: Any, learner: Any) -> N
     await load_weights(bench.engine, next(bench.versions), part)
     await ask(bench, 24)
     assert difference(learner, bench.sample).max() > 0.1, (
-        "the trap is no more: vLLM no longer needs lm_head.weight"
+        "vLLM no longer needs lm_head.weight: this test has become superfluous"
     )
     await load_weights(bench.engine, next(bench.versions), state)
     await ask(bench, 24)

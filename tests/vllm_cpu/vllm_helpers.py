@@ -25,7 +25,7 @@ def within(seconds: float = DEADLINE_S) -> Any:
 
 
 def difference(model: Any, sample: Any, temperature: float = 1.0) -> torch.Tensor:
-    """Return the differences of a sample's log-probs to those of plain transformers, per token."""
+    """Return the differences of a sample's log-probs from plain transformers, per token."""
     assert len(sample.output_ids) == len(sample.logprobs) == len(sample.weight_versions) > 0
     expected = expected_logprobs(model, sample.prompt_ids, sample.output_ids, temperature)
     return (torch.tensor(sample.logprobs) - expected).abs()

@@ -1,7 +1,7 @@
 """Updates a model in vLLM: python weight_update.py MODEL [float32|bfloat16 [adapter]] prints differences.
 
-The differences are log-probs' to those of plain transformers: of the loaded weights, of old weights after the
-learner's changed, and of the weights after an update.
+The log-probs are compared with plain transformers: of the loaded weights, of old weights after the learner's
+changed, and of the weights after an update.
 """
 
 import json

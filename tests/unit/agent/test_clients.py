@@ -173,7 +173,7 @@ async def test_a_proxy_is_used_for_upstream_models_only(
         create = client.chat.completions.create if provider == "openai" else client.messages.create
         return create(model="m", messages=MESSAGES, max_tokens=8)
 
-    clients._close_sync()  # those of other tests read another environment
+    clients._close_sync()  # clients of other tests read another environment
     with counting_proxy() as proxy:
         for name, value in proxy.variables.items():
             monkeypatch.setenv(name, value)

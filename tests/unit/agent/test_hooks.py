@@ -163,7 +163,7 @@ async def test_a_cancelled_rollout_is_not_a_failing_hook(caplog: pytest.LogCaptu
     "error", [asyncio.CancelledError(), KeyboardInterrupt(), Odd(), Unprintable()], ids=repr
 )
 async def test_whatever_a_hook_raises_is_its_own_failure(error: BaseException) -> None:
-    """A CancelledError that the hook caused itself, by a task of its own, counts as its error."""
+    """A CancelledError that the hook caused itself, in its own task, counts as its error."""
     log: list[str] = []
     await HookDispatcher([failing(False, log, "Lax", error)]).call("on_trace_end", **AVAILABLE, spans=[])
     strict = HookDispatcher([failing(True, log, "Strict", error)])

@@ -33,7 +33,7 @@ class Tasks(list):
         return [self[i] for i in idx if i < len(self)]
 def load_taskset(config):
     assert (config.id, config.size) == ("sums", 2)
-    print("what a taskset prints is no answer")
+    print("what a taskset prints is not an answer")
     return Tasks(["fails", "right", "pid", "waits", "dies", "raises"])
 class Agent:
     def __init__(self, config):

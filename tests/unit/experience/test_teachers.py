@@ -170,7 +170,7 @@ def test_plain_completions_are_an_error() -> None:
     finished = rollout(([1, 2], [3], [{"role": "user", "content": "2+2="}]), dialect="completions")
     with pytest.raises(TeacherPromptError, match=r"has no messages .* let the agent use chat"):
         changed_prompts(rows_of(finished), [finished], with_hint)
-    finished.spans.clear()  # an engine of the user's own records none
+    finished.spans.clear()  # a custom engine records none
     with pytest.raises(TeacherPromptError, match="has no messages"):
         changed_prompts(rows_of(finished), [finished], with_hint)
 

@@ -1,4 +1,4 @@
-"""An agent that is a program of its own: its input, its environment, its reward, its failures and its end."""
+"""An agent that is a separate program: its input, its environment, its reward, its failures and its end."""
 
 import asyncio
 import contextlib

@@ -1,4 +1,4 @@
-"""A command in a sandbox of its own: its files, its folders, its reward after its end, and bad input."""
+"""A command in its sandbox: its files, its folders, its reward after its end, and bad input."""
 
 import json
 import os

@@ -1,7 +1,7 @@
 """Fakes of the packages of cloud providers: the same names and arguments, but programs run on this machine.
 
-A class or function here has those of the package's parameters that raylight uses. `compared_callables` lists
-them for a test that compares them with the installed package.
+A class or function here has only the parameters that raylight uses. `compared_callables` lists them for a
+test that compares them with the installed package.
 """
 
 from __future__ import annotations

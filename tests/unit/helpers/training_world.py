@@ -228,7 +228,7 @@ class Publications:
         async with self.learners_busy:
             assert version == self.learners.version
             weights = self.learners.weights
-        await self.world.delay(120)  # beside updates, if there are delays
+        await self.world.delay(120)  # during updates, if there are delays
         known = self.world.published.setdefault(version, weights)
         assert known == weights, "a version means the same weights for ever"
         if version > self.published:

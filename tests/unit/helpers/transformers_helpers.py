@@ -46,7 +46,7 @@ async def generate_all(
 async def check_greedy(
     engine: TransformersEngine, module: Any, prompt: list[int], adapter: str | None = None
 ) -> None:
-    """Check that greedy tokens and their log-probs equal those of a plain module."""
+    """Check that greedy tokens and their log-probs match a plain module's."""
     async with within(30):
         sampled = await engine.generate(prompt, GREEDY, adapter)
     assert sampled.logprobs == pytest.approx(logprobs_of(module, prompt, sampled.output_ids), abs=1e-4)

@@ -150,7 +150,7 @@ def difference(before: dict[str, Any], after: dict[str, Any]) -> dict[str, Any]:
 READ_WITH = {
     key: rule.key for rule in reversed(KEYS.values()) for key in rule.reads if not KEYS[key].target
 } | {"critic.enable": "algorithm.adv_estimator"}
-"""Key without a setting of its own -> the first key whose rule reads it."""
+"""Key without its own setting -> the first key whose rule reads it."""
 
 
 def doc_row(rule: KeyRule, section: str) -> str:

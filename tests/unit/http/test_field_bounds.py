@@ -1,4 +1,4 @@
-"""Bounds of request fields: what fits passes, all else is named with its bounds."""
+"""Bounds of request fields: values within them pass, an error names any other with its bounds."""
 
 import math
 from typing import Any

@@ -42,7 +42,7 @@ def chat(answers: list[str], reward: float | None) -> GroupRollout:
 
 
 def graded(function: Any, group: list[GroupRollout]) -> tuple[list[dict[str, float]], list[dict[int, float]]]:
-    """Return the rewards of the rollouts, and those of their turns by number."""
+    """Return the rewards of the rollouts, and of their turns by number."""
     with recording() as records:
         rewards = asyncio.run(call_group_reward(function, group))
     turns = [records.turns.get(item.finished.rollout.rollout_id, {}) for item in group]

@@ -211,7 +211,7 @@ ERRORS = [
 @pytest.mark.parametrize("error", ERRORS, ids=lambda error: type(error).__name__)
 @pytest.mark.parametrize("asynchronous", [True, False], ids=["async", "sync"])
 def test_whatever_an_agent_raises_becomes_an_outcome(error: BaseException, asynchronous: bool) -> None:
-    """In a loop of its own, which some of these would end."""
+    """Run each in a new event loop, because some of these errors end it."""
 
     agent = raising_later(error) if asynchronous else raising(error)
     outcome, _ = asyncio.run(run_attempt(agent, timeout=None))

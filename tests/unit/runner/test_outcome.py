@@ -195,7 +195,7 @@ def test_notes_replace_a_traceback_without_frames_of_the_agent() -> None:
 
 @given(st.text(st.characters(categories=None), max_size=30))
 def test_a_failure_can_be_stored_whatever_characters_its_message_has(text: str) -> None:
-    """Half characters are in names of files that are no UTF-8, and in what some models answer."""
+    """Lone surrogates occur in file names that are not UTF-8, and in some models' answers."""
     failure = describe(raised(FileNotFoundError(text)))
     assert Failure.model_validate_json(failure.model_dump_json()) == failure
     assert "\n" not in one_line(text)

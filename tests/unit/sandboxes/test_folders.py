@@ -1,4 +1,4 @@
-"""Folders of sandboxes: those of a killed process are found and removed, those of a living one never."""
+"""Folders of sandboxes: a killed process's folders are found and removed, a living one's never."""
 
 import errno
 import os

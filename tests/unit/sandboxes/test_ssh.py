@@ -1,4 +1,4 @@
-"""Sandboxes on another machine: a real sshd on the loopback, with keys of its own."""
+"""Sandboxes on another machine: a real sshd on the loopback, with its own keys."""
 
 import asyncio
 import contextlib

@@ -1,4 +1,4 @@
-"""Calls as what they add to earlier calls: read as they were recorded, whatever the store has of them."""
+"""Calls stored as what they add to earlier calls: read as recorded, whatever the store has of them."""
 
 import asyncio
 import json
@@ -32,7 +32,7 @@ TOOLS = json.dumps([{"name": f"tool-{i}", "parameters": {"type": "object"}} for 
 
 
 def tokens_of(messages: list[Message]) -> list[int]:
-    """Return the tokens of a conversation: those of its characters."""
+    """Return the tokens of a conversation: its characters' codes."""
     return [ord(letter) for message in messages for letter in f"<{message['role']}>{message['content']}"]
 
 
@@ -253,7 +253,7 @@ def test_memory_is_bounded_and_forgets_the_oldest() -> None:
 
 
 def test_the_bound_holds_for_short_calls_too() -> None:
-    """Most of their memory is beside their tokens and texts."""
+    """Most of their memory is not for tokens and texts."""
     capacity = 1_000_000
     deltas = CallDeltas(capacity)
     tracemalloc.start()

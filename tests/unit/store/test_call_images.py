@@ -1,4 +1,4 @@
-"""Images of calls in the store: read as they were recorded, and stored where they are new."""
+"""Images of calls in the store: read as recorded, and stored where they are new."""
 
 import errno
 from dataclasses import replace

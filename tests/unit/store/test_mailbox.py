@@ -1,4 +1,4 @@
-"""Requests to the driver of a run by way of its store."""
+"""Requests to the driver of a run through its store."""
 
 import asyncio
 

@@ -1,4 +1,4 @@
-"""The store beside a small model of its rules, under any sequence of events, some of them late, wrong, or
+"""The store against a small model of its rules, under any sequence of events, some of them late, wrong, or
 across a restart."""
 
 import asyncio

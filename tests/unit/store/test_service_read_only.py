@@ -1,4 +1,4 @@
-"""Looking at a store: beside the one that writes, after it was killed; and only one that writes."""
+"""Reading a store: next to its writer, after the writer was killed; and at most one writer."""
 
 import asyncio
 import os
@@ -117,7 +117,7 @@ def test_it_makes_no_store_where_there_is_none(tmp_path: Path) -> None:
         with pytest.raises(StoreError, match="there is no store at"):
             StoreService(path, read_only=True)
     assert list(tmp_path.iterdir()) == []
-    (tmp_path / "s.db").touch()  # as a store leaves it that was killed as soon as it began
+    (tmp_path / "s.db").touch()  # left by a store that was killed as soon as it began
     with pytest.raises(StoreError, match="there is no store at"):
         StoreService(tmp_path / "s.db", read_only=True)
     assert (tmp_path / "s.db").read_bytes() == b""

@@ -1,4 +1,4 @@
-"""Losses, log-probs and steps of many adapters equal those of plain torch and peft, one model each."""
+"""Losses, log-probs and steps of many adapters equal plain torch and peft with one model each."""
 
 from typing import Any
 

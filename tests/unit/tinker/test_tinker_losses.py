@@ -1,4 +1,4 @@
-"""Losses and gradients equal those of a reference, written example by example after Tinker's pages."""
+"""Losses and gradients equal a reference, written example by example after Tinker's pages."""
 
 from collections.abc import Mapping
 
@@ -56,7 +56,7 @@ def reference(name: str, example: Example, settings: Mapping[str, float]) -> Ten
         case "dro":
             losses = -(policy * advantages - 0.5 * settings["beta"] * (policy - sampled) ** 2)
         case _:
-            raise AssertionError(f"there is no reference of {name}")
+            raise AssertionError(f"there is no reference for {name}")
     return (losses * example.get("weights", torch.ones_like(losses))).sum()
 
 

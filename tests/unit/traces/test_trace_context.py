@@ -34,7 +34,7 @@ def test_a_block_keeps_what_is_recorded_in_it(tracer: Tracer) -> None:
         emit_reward(1.0)
     assert current_trace() is None
     spans = tracer.get_last_trace()
-    assert names(spans) == ["made", "agentlightning.annotation"], "the name of a block is no span"
+    assert names(spans) == ["made", "agentlightning.annotation"], "the name of a block is not a span"
     assert {(span.rollout_id, span.attempt_id) for span in spans} == {("r", "a")}
 
 

@@ -89,7 +89,7 @@ def test_a_span_is_converted_and_keyed(tracer: OtelTracer) -> None:
     assert {(s.rollout_id, s.attempt_id) for s in (first, second)} == {("r0", "a0")}
     assert first.parent_id == second.span_id
     assert first.trace_id == second.trace_id == f"{outer.get_span_context().trace_id:032x}"
-    # older releases of the SDK drop bytes that are no text
+    # older releases of the SDK drop bytes that are not text
     assert {"raw": "ff00"} | first.attributes == {"n": 1, "ids": (1, 2), "raw": "ff00"}
     assert first.events[0].name == "e"
     assert first.status.model_dump() == {"status_code": "ERROR", "description": "bad"}

@@ -57,7 +57,7 @@ class JumpSelector(selectors.SelectSelector):
 
 
 class VirtualLoop(asyncio.SelectorEventLoop):
-    """An event loop with a clock of its own."""
+    """An event loop with a simulated clock."""
 
     now = 0.0
 

@@ -1,4 +1,4 @@
-"""Every start of a replica has a seed of its own, derived from the run's."""
+"""Every start of a replica gets a new seed, derived from the run's."""
 
 from raylight.weights.coordinator import ReplicaCoordinator
 from raylight.weights.starts import SEED_BITS, SamplingStreams, derive_seed

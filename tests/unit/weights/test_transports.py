@@ -37,7 +37,7 @@ def chosen(engine: EngineConfig, learner: LearnerConfig, workers: int, during_up
         ({"kind": "vllm", "num_gpus": 1}, 1, "nccl"),
         ({"kind": "vllm", "num_gpus": 0.4}, 0.6, "ipc"),
         ({"kind": "vllm", "num_gpus": 0.4, "replicas": 2}, 0.6, "ipc"),
-        ({"kind": "vllm", "num_gpus": 0.4, "replicas": 3}, 0.6, "gloo"),  # one has no learner beside it
+        ({"kind": "vllm", "num_gpus": 0.4, "replicas": 3}, 0.6, "gloo"),  # one shares no GPU with a learner
         ({"kind": "vllm", "num_gpus": 0.5}, 0.6, "gloo"),  # not on the same GPU
         ({"kind": "vllm", "num_gpus": 0.4}, 1, "nccl"),
         ({"kind": "vllm", "num_gpus": 0.4, "replicas": 2}, 1, "gloo"),  # both may be on one GPU

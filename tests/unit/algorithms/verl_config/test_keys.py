@@ -257,7 +257,7 @@ CHANGES: list[tuple[str, Any, dict[str, Any], dict[str, Any]]] = [
     (f"{T}.experiment_name", 7, {"run.outputs": "outputs/7"}, {}),
 ]
 TESTED_ELSEWHERE = {f"{ROLLOUT}.name", f"{T}.logger"}
-"""Keys with tests of their own."""
+"""Keys with separate tests."""
 
 
 @pytest.fixture(autouse=True)

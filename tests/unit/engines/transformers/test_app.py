@@ -119,7 +119,7 @@ async def test_streamed_and_whole_answers_agree(make_engine: MakeEngine) -> None
         parts = [c.choices[0] for c in chunks if c.choices[0].index == choice.index]
         streamed = [t for p in parts if p.logprobs for t in p.logprobs.content]
         assert [t.token for t in streamed] == [t.token for t in choice.logprobs.content]
-        # a step's sums depend on the requests beside it in the last digits
+        # in the last digits, a step's sums depend on the other requests of the batch
         assert values_of(streamed) == pytest.approx(values_of(choice.logprobs.content), abs=1e-4)
         assert parts[-1].finish_reason == choice.finish_reason
         assert len(choice.logprobs.content[0].top_logprobs) == 3

@@ -62,8 +62,8 @@ async def test_a_seed_reproduces_whatever_else_runs(make_engine: MakeEngine) -> 
     mine = (prompts(1, seed=3)[0], SamplingParams(20, seed=7))
     (alone,) = await generate_all(make_engine(seed=1), [mine])
     others = [(p, SamplingParams(15)) for p in prompts(10, seed=4)]
-    *_, beside = await generate_all(make_engine(seed=2), [*others, mine])
-    assert beside.output_ids == alone.output_ids
+    *_, batched = await generate_all(make_engine(seed=2), [*others, mine])
+    assert batched.output_ids == alone.output_ids
 
 
 async def test_the_engines_seed_reproduces_and_another_one_differs(make_engine: MakeEngine) -> None:

@@ -143,7 +143,7 @@ def test_logits_equal_those_of_a_fresh_prefill(
 
 
 def expect_equal(found: torch.Tensor, fresh: Decoder, sequences: list[Sequence]) -> None:
-    """Compare logits with those of sequences that are computed one by one, without kept prefixes.
+    """Compare logits with sequences that are computed one by one, without kept prefixes.
 
     In float64 they are equal; in float32 passes of other shapes round differently.
     """
@@ -192,4 +192,4 @@ async def test_a_group_is_sampled_as_plain_transformers_computes(
         expected = logprobs_of(plain, prompt, sample.output_ids)
         assert sample.logprobs == pytest.approx(expected, abs=1e-4)
     if slots == 40:
-        assert sorted(computed, reverse=True)[:3] == [40, 6, 1]  # of the others the last token, if at all
+        assert sorted(computed, reverse=True)[:3] == [40, 6, 1]  # of the others at most the last token

@@ -15,7 +15,7 @@ DEADLINE_S = 30.0
 
 
 def run_core(replica: int, in_core: bool, report: Connection) -> None:
-    """Stand in for the engine core, with its worker in this process or in one of its own."""
+    """Stand in for the engine core, with its worker in this process or in a separate one."""
     if in_core:
         run_worker(replica, report)
     else:

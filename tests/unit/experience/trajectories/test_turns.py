@@ -168,7 +168,7 @@ def test_rules_come_from_the_algorithm() -> None:
     rules = algorithm.batch_rules(LearnerConfig())
     assert (rules.turn_groups, rules.rewards.turn_gamma, rules.min_group) == ("turn", 0.9, 2)
     assert not algorithms.GRPO(model="m").needs_spans
-    assert algorithms.GiGPO(model="m").needs_spans  # those of states
+    assert algorithms.GiGPO(model="m").needs_spans  # for the states
     assert not algorithms.GiGPO(model="m", turn_groups="turn").needs_spans
     assert build([played(1.0, [[1]]), played(0.0, [[1]])], None)[0].turns == []
 

@@ -1,4 +1,4 @@
-"""Log-probs by chunks equal those of full logits, and so do their gradients."""
+"""Log-probs by chunks and their gradients equal the full logits'."""
 
 import copy
 
@@ -135,7 +135,7 @@ def test_tokens_of_probability_zero_add_nothing_to_entropy_and_gradient(case, en
 
 
 def test_gradients_of_chunks_are_summed_without_the_rounding_of_16_bits() -> None:
-    """The error is that of the chunks themselves, however many they are."""
+    """The error comes from the chunks themselves, however many there are."""
     torch.manual_seed(0)
     head, hidden = torch.nn.Linear(16, VOCABULARY, bias=False).bfloat16(), torch.randn(512, 16).bfloat16()
     targets = torch.randint(0, VOCABULARY, (512,))

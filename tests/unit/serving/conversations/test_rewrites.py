@@ -162,7 +162,7 @@ def test_calls_as_text_are_one_row(name: str, turns: list[Spoken]) -> None:
 
 
 def assert_one_row(table: RewritingTable) -> None:
-    """Assert that all calls are one row, whose tokens are those of the last call."""
+    """Assert that all calls are one row, whose tokens are the last call's."""
     made = build_trajectories(table.calls)
     assert made.relations == ["start"] + ["extension"] * (len(table.calls) - 1)
     (row,) = made.rows

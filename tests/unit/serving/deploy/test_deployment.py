@@ -1,4 +1,4 @@
-"""Deployment beside other drivers of a cluster: what is shared, and who shuts Serve down."""
+"""Deployment with other drivers on the cluster: what is shared, and who shuts Serve down."""
 
 import asyncio
 import contextlib
@@ -22,7 +22,7 @@ from raylight.weights.coordinator import ReplicaCoordinator
 
 @dataclass(frozen=True)
 class Settings:
-    """Those of the replica's settings that a deployment reads."""
+    """The replica's settings that a deployment reads."""
 
     config: EngineConfig
     app_name: str = "run"

@@ -119,7 +119,7 @@ def test_haproxies_without_a_manager_are_killed_and_others_stay(folder: Path, tm
     own = f"{folder}/{NODE}/haproxy.cfg"
     with subprocess.Popen(fake_haproxy(tmp_path, own)) as child:
         found = [one for one in find_leftovers() if one.name == str(child.pid)]
-        assert len(found) == 1, "its parent, this test, is no Ray worker"
+        assert len(found) == 1, "its parent, this test, is not a Ray worker"
         assert not remove_reused(found[0])
         assert child.poll() is None, "another process has this ID now"
         assert remove(found[0])

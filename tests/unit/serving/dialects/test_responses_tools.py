@@ -1,4 +1,4 @@
-"""Tools of responses that are no functions: custom ones, namespaces, and those that a provider runs."""
+"""Tools of responses other than functions: custom tools, namespaces, and tools that a provider runs."""
 
 import hashlib
 import json

@@ -61,7 +61,7 @@ class Site:
             return await client.request(method, MINE + path, content=content, headers=given)
 
     def check(self, path: str, body: Any, **headers: str) -> httpx.Response:
-        """Send a request, and check that its answer is no failure of the server."""
+        """Send a request, and check that its answer is not a failure of the server."""
         answer = self.ask(path, json.dumps(body).encode(), **headers)
         told = f"{answer.status_code} {answer.text[:1000]} to {json.dumps(body)[:1000]}"
         assert answer.status_code < 500, told

@@ -1,4 +1,4 @@
-"""Images of requests in every dialect: to the engine as they were sent, to the store once, or refused."""
+"""Images of requests in every dialect: sent unchanged to the engine, once to the store, or refused."""
 
 from __future__ import annotations
 

@@ -64,7 +64,7 @@ async def test_running_attempts_are_lost_and_not_charged(box: Box) -> None:
 
 @pytest.mark.parametrize("failure", [None, BROKEN, LOST])
 async def test_an_attempt_that_ended_since_the_last_good_probe_runs_again(box: Box, failure: object) -> None:
-    """An agent may have swallowed the connection error and returned 0, or raised an error of its own."""
+    """An agent may have swallowed the connection error and returned 0, or raised another error."""
     rollout = await box.take(infrastructure_retries=0)
     await box.store.add_span(reward_of(rollout, 0.0))
     status = "succeeded" if failure is None else "failed"

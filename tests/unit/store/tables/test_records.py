@@ -333,7 +333,7 @@ async def test_the_last_spans_of_an_attempt_that_was_decided_before_are_late(box
 
 
 async def test_the_spans_of_an_attempt_are_bounded(box: Box, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Those of other processes too, which have sequence ids with gaps. Rewards have room of their own."""
+    """Other processes' spans, whose sequence ids have gaps, count too. Rewards have separate room."""
     monkeypatch.setattr("raylight.store.tables.records.MAX_SPANS", 4)
     rollout = await box.take()
     await box.store.add_many_spans([span_of(rollout), reward_of(rollout, 0.25), span_of(rollout)])

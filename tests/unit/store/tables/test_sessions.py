@@ -34,7 +34,7 @@ async def offer(box: Box, groups: int, size: int = 1) -> None:
 
 async def begin(box: Box, task: Any = "task", group: str | None = None) -> Session:
     session = await box.store.begin_session(task, group)
-    assert session is not None, "there is no place"
+    assert session is not None, "the store has no room"
     return session
 
 

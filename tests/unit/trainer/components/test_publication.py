@@ -1,4 +1,4 @@
-"""Publications beside updates, and replicas that join, which receive the weights as soon as possible."""
+"""Publications during updates, and replicas that join, which receive the weights as soon as possible."""
 
 import asyncio
 from typing import Any
@@ -270,10 +270,10 @@ async def test_restarted_learners_have_no_snapshot_until_they_return_to_the_publ
         joining.cancel()
 
 
-@pytest.mark.parametrize("beside", [True, False])
-async def test_a_cancelled_publication_leaves_no_replica_waiting(beside: bool) -> None:
+@pytest.mark.parametrize("during_updates", [True, False])
+async def test_a_cancelled_publication_leaves_no_replica_waiting(during_updates: bool) -> None:
     async with within():
-        run = Run(beside)
+        run = Run(during_updates)
         await run.update()
         publishing = asyncio.create_task(run.publications.publish(1))
         await run.learners.sending.wait()
@@ -369,9 +369,9 @@ class AdapterReplicas(CoordinatorClient):
         return {"a": [float(len(found["model"]) + found["version"])] * len(ids)}
 
 
-@pytest.mark.parametrize("beside", [False, True])
+@pytest.mark.parametrize("during_updates", [False, True])
 async def test_the_adapters_of_several_models_are_published_and_pinned_as_one_version(
-    beside: bool, monkeypatch: pytest.MonkeyPatch
+    during_updates: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("raylight.trainer.components.publication.ray.put", lambda value: value)
     learners: Any = TwoModels()
@@ -386,7 +386,7 @@ async def test_the_adapters_of_several_models_are_published_and_pinned_as_one_ve
         fixed=["judge"],
         probe=[1, 2, 3],
         tolerance=1e-9,
-        during_updates=beside,
+        during_updates=during_updates,
     )
     async with within():
         await publications.publish_initial(0, 1.0)

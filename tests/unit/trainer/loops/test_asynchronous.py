@@ -31,7 +31,7 @@ from raylight.trainer.loops.training_groups import TrainingGroups
 from raylight.types import FINISHED, EnqueueRolloutRequest, Rollout, StepGroups
 
 SAMPLED = STEPS * TASKS * GROUP + 2 * (1 + STEPS // 2 + STEPS % 2)
-"""Rollouts of a run that drops none: those of training, and two in each evaluation."""
+"""Rollouts of a run that drops none: all for training, and two in each evaluation."""
 
 
 def world_of(folder: Path, staleness: int, seed: int) -> World:
@@ -195,7 +195,7 @@ def test_learners_that_are_lost_while_a_step_is_recorded(
 def test_rollouts_of_an_evaluation_are_in_progress_too(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Otherwise their load of the engines would be taken for that of a few rollouts."""
+    """Otherwise their load of the engines would be taken for the load of a few rollouts."""
     groups: list[TrainingGroups] = []
     load, run_agent = TrainingGroups.load, FakeRun._run_agent
     seen: list[int] = []

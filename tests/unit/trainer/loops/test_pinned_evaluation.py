@@ -1,4 +1,4 @@
-"""Evaluations beside training: each is of one version, although others are published meanwhile."""
+"""Evaluations during training: each is of one version, although others are published meanwhile."""
 
 import asyncio
 import json
@@ -24,7 +24,7 @@ def world_of(folder: Path, seed: int = 0) -> World:
 
 
 def evaluations(rows: list[dict]) -> dict[int, float]:
-    """Return the rewards of the evaluations beside training by step."""
+    """Return the rewards of the evaluations during training by step."""
     found = [(row["val/step"], row["val/reward"]) for row in rows if "val/step" in row]
     assert len(dict(found)) == len(found), "each is logged once"
     return dict(found)

@@ -18,7 +18,7 @@ EVERY, POOL = 2, 3
 
 
 class DuelPublications(Publications):
-    """Serves the policy's older versions under names of their own."""
+    """Serves the policy's older versions under separate names."""
 
     names: set[str]
 

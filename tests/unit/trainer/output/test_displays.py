@@ -247,7 +247,7 @@ def test_the_output_of_a_notebook_is_replaced_and_escaped(monkeypatch: pytest.Mo
 def test_the_time_left_is_that_of_the_usual_step_and_its_evaluations() -> None:
     estimate = TimeEstimate(20)
     assert estimate.left(5.0) is None
-    total = 30.0  # the start of the components is no step
+    total = 30.0  # the start of the components is not a step
     estimate.add(0, {"time/total_s": total, "time/val_s": 8.0})
     assert estimate.left(5.0) is None
     for step in range(1, 11):

@@ -61,7 +61,7 @@ def test_a_long_run_keeps_little_of_each_step(report: Report, monkeypatch: pytes
 def test_the_summary_has_the_last_tokens_by_length(report: Report) -> None:
     report.step(1, {"ledger/generated": 9.0, "lengths/16/trained": 9.0})
     report.step(2, {"ledger/generated": 99.0, "lengths/16/trained": 30.0, "lengths/64/dropped": 69.0})
-    report.step(2, {"val/step": 1.0, "val/reward": 0.5})  # an evaluation beside training
+    report.step(2, {"val/step": 1.0, "val/reward": 0.5})  # an evaluation during training
     assert report.finish({})["tokens_by_length"] == {"16": {"trained": 30}, "64": {"dropped": 69}}
 
 

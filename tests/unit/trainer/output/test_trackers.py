@@ -56,7 +56,7 @@ class FakeTracker(Tracker):
 
 
 def other_folder(folder: Path) -> Path:
-    """Return a folder for a second tracker of one class, whose id has a file of its own."""
+    """Return a folder for a second tracker of one class, which keeps its id in a separate file."""
     (folder / "other").mkdir()
     return folder / "other"
 

@@ -114,7 +114,7 @@ MAX_FUNCTIONS = 9
 def test_few_functions_are_between_the_users_call_and_the_learners(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """Those of the thread that waits, and those of the thread that works."""
+    """Record callers in the thread that waits and in the thread that works."""
     callers, package = [], Path(raylight.__file__).parent
 
     @contextlib.contextmanager

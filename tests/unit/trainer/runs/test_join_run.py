@@ -22,7 +22,7 @@ from raylight.trainer.spec.arguments import TrainerArguments
 def test_the_role_is_from_the_argument_or_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (rl.Trainer().role, rl.Trainer().run_name, rl.Trainer().runner.external) == ("both", None, False)
     monkeypatch.setenv("RAYLIGHT_RUN", "a")
-    assert rl.Trainer().run_name is None, "a run of one process has no use for it"
+    assert rl.Trainer().run_name is None, "a run of one process does not need it"
     monkeypatch.setenv("RAYLIGHT_ROLE", "algorithm")
     trainer = rl.Trainer(n_runners=3)
     assert (trainer.role, trainer.run_name, trainer.runner.external, trainer.runner.n) == (
