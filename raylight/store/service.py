@@ -22,7 +22,7 @@ from collections.abc import Awaitable, Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar, TypeVarTuple
 
 from raylight._utils.aio import BroadcastCondition, cancel_all
 from raylight._utils.disk import disk_errors
@@ -46,6 +46,8 @@ from raylight.store.tables.workers import Workers
 from raylight.types import JsonObject
 
 logger = logging.getLogger(__name__)
+Args = TypeVarTuple("Args")
+Result = TypeVar("Result")
 
 
 def image_folder(path: Path) -> ImageFolder:
@@ -236,6 +238,7 @@ class StoreService(Mailbox):
         self._n_polls = 0
         self._waiters = FinishWaiters()
         self._reader_thread = ThreadPoolExecutor(1, thread_name_prefix="store-reader")
+        self._file_threads = ThreadPoolExecutor(4, thread_name_prefix="store-files")
         self._timer = DeadlineTimer(self._leases.next_deadline, self.expire, self._wake_all, run_clock.lived)
         self._is_closed = False
         if not read_only:
@@ -294,7 +297,7 @@ class StoreService(Mailbox):
                 if client_id:
                     self._answered.add(client_id, number, results)
         if any(method in DURABLE for method, _ in calls):
-            await asyncio.to_thread(self._journal.sync)
+            await self._in_thread(self._journal.sync)
         return results
 
     async def _settle(self, attempt_ids: list[str]) -> None:
@@ -484,12 +487,17 @@ class StoreService(Mailbox):
         """Write the files of images, by digest; see `ImageFolder.write`."""
         self._ensure_timer()
         with disk_errors(self._images.path):
-            await asyncio.to_thread(self._images.write, images)
+            await self._in_thread(self._images.write, images)
 
     async def read_images(self, digests: list[str]) -> dict[str, bytes]:
         """Return the files of images by their digests."""
         self._check_open()
-        return await asyncio.to_thread(self._images.read, digests)
+        return await self._in_thread(self._images.read, digests)
+
+    async def _in_thread(self, function: Callable[[*Args], Result], *args: *Args) -> Result:
+        """Call a function on files in a thread, for whose end `close` waits even if the caller was
+        cancelled."""
+        return await asyncio.get_running_loop().run_in_executor(self._file_threads, function, *args)
 
     # events and deadlines
 
@@ -538,6 +546,7 @@ class StoreService(Mailbox):
         self._wake_all()
         await self._waiters.empty()  # their responses are sent before the process ends
         self._reader_thread.shutdown()
+        self._file_threads.shutdown()
         self._journal.close()
 
 

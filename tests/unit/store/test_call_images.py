@@ -1,6 +1,9 @@
 """Images of calls in the store: read as recorded, and stored where they are new."""
 
+import asyncio
 import errno
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from image_helpers import make_image
 from store_helpers import open_box
-from unit_helpers import make_generation
+from unit_helpers import DEADLINE_S, make_generation, within
 
 from raylight.errors import DiskError, ImageError, StoreError
 from raylight.images import folder
@@ -87,6 +90,34 @@ async def test_files_are_beside_the_store(tmp_path: Path) -> None:
     with pytest.raises(StoreError, match="reading only"):
         await store.write_images({})
     await reader.close()
+
+
+async def test_a_store_is_closed_after_its_last_file(monkeypatch: pytest.MonkeyPatch) -> None:
+    begun, released = asyncio.Event(), threading.Event()
+    loop, write, shutdown = asyncio.get_running_loop(), folder.write_atomic, ThreadPoolExecutor.shutdown
+
+    def write_late(path: Path, content: bytes) -> None:
+        loop.call_soon_threadsafe(begun.set)
+        assert released.wait(DEADLINE_S)
+        write(path, content)
+        written.append(path)
+
+    def end(pool: ThreadPoolExecutor, **arguments: Any) -> None:
+        released.set()
+        shutdown(pool, **arguments)
+
+    monkeypatch.setattr(folder, "write_atomic", write_late)
+    monkeypatch.setattr(ThreadPoolExecutor, "shutdown", end)
+    written: list[Path] = []
+    service = StoreService()  # in a temporary folder, which is removed with its files
+    writing = asyncio.create_task(service.write_images({RED.sha256: RED.data}))
+    async with within():
+        await begun.wait()
+        writing.cancel()  # as a handler is whose client left
+        await asyncio.wait([writing])
+        await service.close()
+    assert [path.name for path in written] == [RED.sha256]
+    assert not written[0].parent.exists()
 
 
 async def test_a_disk_that_is_full(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
