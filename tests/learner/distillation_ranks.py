@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from ranks import ANSWERS, PROMPTS, make_batch
+from ranks import ANSWERS, PROMPTS, gradients_of, make_batch
 
 from raylight.config import LearnerConfig
 from raylight.experience.settings.policy_settings import PolicySettings
@@ -43,16 +43,7 @@ def update(
     from raylight.learner.updates.policy import Policy
 
     policy = Policy(STARTER_MODEL, LearnerConfig(**learner), settings, total_steps=2)
-    gradients: dict[str, torch.Tensor] = {}
-    step = policy.engine.optimizer_step
-
-    def record() -> Any:
-        for name, parameter in policy.engine.module.named_parameters():
-            grad = parameter.grad
-            gradients[name] = (grad.full_tensor() if hasattr(grad, "full_tensor") else grad).clone()
-        return step()
-
-    policy.engine.optimizer_step = record
+    gradients = gradients_of(policy.engine)
     batch = make_batch([[-1.0] * len(answer) for answer in ANSWERS])
     rows = [replace(row, temperature=TEMPERATURE if i < 4 else 1.0) for i, row in enumerate(batch.rows)]
     return policy.update(replace(batch, rows=rows, teacher_tops=tops, teacher_numbers=numbers)), gradients

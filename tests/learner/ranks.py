@@ -10,6 +10,7 @@ from raylight.config import LearnerConfig
 from raylight.experience.batches.batch import TrainBatch
 from raylight.experience.settings.policy_settings import PolicySettings
 from raylight.quickstart import STARTER_MODEL
+from raylight.weights.source import gather
 
 PROMPTS = [[258, 84, 82, 68, 81, 198, 20 + i, 10, 21, 28, 256, 198] for i in range(8)]
 ANSWERS = [[20 + i % 3, 21] + [22] * (i % 4) + [256] for i in range(8)]
@@ -29,6 +30,27 @@ def make_batch(logprobs: list[list[float]], version: int = 0) -> TrainBatch:
 def plain_logprobs(model: torch.nn.Module) -> list[torch.Tensor]:
     """Log-probs of the answers' tokens by plain transformers."""
     return [answer_logprobs(model, *pair) for pair in zip(PROMPTS, ANSWERS, strict=True)]
+
+
+def gradients_of(engine: Any) -> dict[str, torch.Tensor]:
+    """Return a dict that receives the gradients of the next steps by name."""
+    gradients: dict[str, torch.Tensor] = {}
+    step = engine.optimizer_step
+
+    def spied() -> float:
+        parameters = engine.module.named_parameters()
+        gradients.update({name: gather(p.grad).clone() for name, p in parameters if p.grad is not None})
+        norm: float = step()
+        return norm
+
+    engine.optimizer_step = spied
+    return gradients
+
+
+def same(gradients: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> None:
+    assert gradients.keys() == wanted.keys()
+    for name, gradient in wanted.items():
+        assert torch.allclose(gradients[name], gradient, atol=1e-6 + 1e-4 * float(gradient.abs().max())), name
 
 
 PROBE = [90, 84, 82, 68, 81, 20, 31, 77]

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 from rank_processes import run_ranks
-from ranks import make_batch, plain_logprobs
+from ranks import gradients_of, make_batch, plain_logprobs, same
 from transformers import AutoModelForCausalLM, AutoModelForTokenClassification
 
 from raylight import algorithms
@@ -67,20 +67,6 @@ def update(settings: PolicySettings, batch: TrainBatch, **learner):
     return policy.update(batch), gradients, policy
 
 
-def gradients_of(engine) -> dict[str, torch.Tensor]:
-    """Return a dict that receives the gradients of the next steps by name."""
-    gradients = {}
-    step = engine.optimizer_step
-
-    def spied():
-        parameters = engine.module.named_parameters()
-        gradients.update({name: gather(p.grad).clone() for name, p in parameters if p.grad is not None})
-        return step()
-
-    engine.optimizer_step = spied
-    return gradients
-
-
 def batch_of(exact, noise: float = 0.0) -> TrainBatch:
     """Eight rollouts in two groups, the first with two rows, and engine log-probs with noise up to
     `noise`."""
@@ -113,12 +99,6 @@ def check(found, expected):
     loss, wanted = expected
     assert metrics["learner/pg_loss"] == pytest.approx(loss, abs=1e-5)
     same(gradients, wanted)
-
-
-def same(gradients: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]):
-    assert gradients.keys() == wanted.keys()
-    for name, gradient in wanted.items():
-        assert torch.allclose(gradients[name], gradient, atol=1e-6 + 1e-4 * float(gradient.abs().max())), name
 
 
 def clipped(now, then, advantage):

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 from fsspec.implementations.memory import MemoryFileSystem
-from ranks import ANSWERS, PROBE, PROMPTS, make_batch, plain_logprobs, plain_probe
+from ranks import ANSWERS, PROBE, PROMPTS, gradients_of, make_batch, plain_logprobs, plain_probe, same
 from transformers import AutoModelForCausalLM
 
 from raylight.config import LearnerConfig
@@ -187,6 +187,7 @@ def test_passes_on_a_cpu_have_bounded_activations_and_add_up_to_the_same_update(
     whole, parts = make_policy(), make_policy()
     from raylight.learner.tokens import micro_batch
 
+    wanted, gradients = gradients_of(whole.engine), gradients_of(parts.engine)
     expected = whole.update(make_batch(exact))
     monkeypatch.setattr(micro_batch, "HOST_ACTIVATIONS", 1)
     monkeypatch.setattr(micro_batch, "SMALL_PASS", 12)
@@ -198,8 +199,8 @@ def test_passes_on_a_cpu_have_bounded_activations_and_add_up_to_the_same_update(
     assert len(passes) > 1
     for name in ("learner/pg_loss", "learner/grad_norm", "learner/entropy"):
         assert found[name] == pytest.approx(expected[name], rel=1e-5, abs=1e-7)
-    for name, array in whole.export().items():
-        np.testing.assert_allclose(parts.export()[name], array, rtol=0, atol=1e-5)
+    # not the weights: Adam's first step has one size for every gradient, whatever part of it is rounding
+    same(gradients, wanted)
 
 
 def broken_gradients(policy, steps):
