@@ -155,7 +155,7 @@ def arrow(
     beside: str = "",
     dashed: bool = False,
 ) -> None:
-    """From one point to another, with a label over or under its middle, or beside it."""
+    """From one point to another, with a label over, under or to the right of its middle."""
     style = {
         "arrowstyle": "-|>",
         "color": INK,

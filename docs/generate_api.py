@@ -253,7 +253,7 @@ def default_of(member: griffe.Attribute) -> tuple[str, str]:
         return ast.unparse(source), ""
     keywords = {word.arg: word.value for word in source.keywords}
     bounds = {name: ast.unparse(keywords[name]) for name in CONSTRAINTS if name in keywords}
-    # those of raylight._utils.bounds are far above any use; docs/troubleshooting.md lists them
+    # the limits of raylight._utils.bounds are far above any use; docs/troubleshooting.md lists them
     limits = ", ".join(f"{CONSTRAINTS[name]} {text}" for name, text in bounds.items() if "MAX_" not in text)
     factory = keywords.get("default_factory")
     if isinstance(factory, ast.Lambda):

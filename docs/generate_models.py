@@ -1,7 +1,7 @@
 """Writes the table of architectures in docs/models.md: `python docs/generate_models.py`, with vLLM installed.
 
-`--vllm` also loads each architecture into vLLM and compares log-probs after an update, or those of the model
-types that follow: up to a minute each. Without it, these columns are kept. Reasons are printed.
+`--vllm` also loads each architecture, or the model types that follow, into vLLM and compares log-probs after
+an update: up to a minute each. Without it, these columns are kept. Reasons are printed.
 """
 
 from __future__ import annotations
@@ -301,7 +301,7 @@ def load_in_vllm(config: Any) -> str:
 
 
 def compare_in_vllm(config: Any) -> str:
-    """Return "yes" if vLLM's log-probs are those of transformers, before and after an update of its weights.
+    """Return "yes" if vLLM's log-probs match transformers', before and after an update of its weights.
 
     Otherwise return the reason.
     """

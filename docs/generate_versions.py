@@ -98,7 +98,7 @@ def row_of(
 
     Args:
         core: raylight's dependencies.
-        test: those of its extra `test`.
+        test: dependencies of its extra `test`.
         default: versions of a default install.
     """
     found = resolve([*packages, *core])

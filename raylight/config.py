@@ -63,8 +63,8 @@ class EngineConfig(Config):
     and learners of a model above ten million parameters each use all cores, or share them with
     `max_staleness`."""
     num_gpus: float = Field(default=0, ge=0, le=MAX_PROCESSES)
-    """GPUs that Ray reserves for a replica, and for each worker of vLLM. At most 1, unless the engine is a
-    class of your own. If not set: a GPU, or a part of one, if the cluster has GPUs."""
+    """GPUs that Ray reserves for a replica, and for each worker of vLLM. At most 1, unless `kind` is your own
+    class. If not set: a GPU, or a part of one, if the cluster has GPUs."""
     resources: CustomResources = Field(default_factory=dict)
     """Custom resources that Ray reserves for a replica, and for each worker of vLLM, such as
     {"engine_node": 1}: only nodes that have them, by `ray start --resources`, run replicas."""
@@ -402,8 +402,8 @@ class LearnerConfig(Config):
     def _check(self) -> Self:
         if self.ulysses > 1 and not (self.packed and self.attention == "auto"):
             raise ValueError(
-                f"ulysses={self.ulysses} gives silently wrong results without packed rows, or with an "
-                "attention implementation of your own; set packed=True, and leave out attention"
+                f"ulysses={self.ulysses} gives silently wrong results without packed rows, or with a "
+                "custom attention implementation; set packed=True, and leave out attention"
             )
         if self.train_vision and self.lora is not None:
             raise ValueError(

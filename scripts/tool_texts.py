@@ -147,7 +147,7 @@ class Texts:
         return self.random.random() < rate
 
     def word(self) -> str:
-        """Return a word, or syllables that are no word."""
+        """Return a word, or syllables that are not a word."""
         if self.chance(0.7):
             return self.choice(WORDS)
         count = self.random.randint(1, 4)

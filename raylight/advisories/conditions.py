@@ -8,8 +8,8 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 DRIFT_REMEDIES = {
-    "answer_edited": "send answers back as they were received",
-    "call_edited": "send tool calls back as they were received",
+    "answer_edited": "send answers back unchanged",
+    "call_edited": "send tool calls back unchanged",
     "history_edited": "append new messages, and leave earlier ones as they are",
     "history_truncated": "raise the agent's limit on its history, or train on the rows that it makes",
     "system_edited": "keep times, states and other values that change out of the system message",

@@ -1,9 +1,9 @@
 """HTTP clients of OpenAI and Anthropic that all attempts of a process share.
 
 A client that an attempt creates for itself takes 20 ms, and its connections end with it. Here an attempt gets
-its own light client, with its URL and its key, on top of connections that are kept alive: those of the event
-loop, or of the process for agents in threads. Its URL ends with a slash, because the libraries would parse it
-again to add one, which takes most of the time of a light client.
+its own light client, with its URL and its key, on top of connections that are kept alive by the event loop,
+or by the process for agents in threads. Its URL ends with a slash, because the libraries would parse it again
+to add one, which takes most of the time of a light client.
 
 Asynchronous clients use aiohttp, where the library offers it: the default pool of the libraries examines all
 its connections at each request, and takes 2.6 times the CPU time of a call at 256 calls at once.

@@ -387,7 +387,7 @@ class OPD(PolicyAlgorithm):
         if any(teacher.tokenizer == "aligned" for teacher in self.teacher_models.values()):
             raise ValueError(
                 f"divergence={kind!r} compares the probabilities of tokens, and a teacher with "
-                "tokenizer='aligned' has others; set divergence='sampled', which compares those of texts"
+                "tokenizer='aligned' has others; set divergence='sampled', which compares texts"
             )
         unread = ["gamma"] if self.advantage.gamma else []
         unread += ["log_ratio_clip"] if self.advantage.log_ratio_clip != LOG_RATIO_CLIP else []

@@ -85,7 +85,7 @@ class Puzzle:
         self._task = task
         if missing := {"question", "name", "size", "seed", "config", "index"} - task.keys():
             raise DatasetError(
-                f"a task of reasoning_gym_agent lacks {', '.join(sorted(missing))}; its tasks are those of "
+                f"a task of reasoning_gym_agent lacks {', '.join(sorted(missing))}; take its tasks from "
                 "rl.environments.ReasoningGym"
             )
         question = {"role": "user", "content": task["question"]}

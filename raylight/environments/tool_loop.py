@@ -61,7 +61,7 @@ async def run_tool_loop(
     Args:
         messages: the conversation so far, in OpenAI's form.
         max_turns: model calls at most.
-        sampling: sampling parameters that replace `SAMPLING`. Those of the model's resource precede.
+        sampling: sampling parameters that replace `SAMPLING`. The model resource's parameters precede.
 
     Raises:
         openai.APIError: the model's endpoint rejected or failed a request.
@@ -87,7 +87,7 @@ async def next_message(
     """Return the model's next message; None if the conversation has become longer than the model's context.
 
     Args:
-        sampling: sampling parameters that replace `SAMPLING`. Those of the model's resource precede.
+        sampling: sampling parameters that replace `SAMPLING`. The model resource's parameters precede.
         schemas: tools in OpenAI's form.
 
     Raises:

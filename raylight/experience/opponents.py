@@ -110,7 +110,7 @@ class OpponentPool:
         """Change the ratings by results, in their order.
 
         Args:
-            results: step of the opponent and reward of each rollout. Those of opponents that have left are
+            results: step of the opponent and reward of each rollout. Opponents that have left are
                 ignored.
         """
         known = {one.step: one for one in self.opponents}

@@ -91,7 +91,7 @@ def ignore_hint(fields: Sequence[str]) -> str:
 
 
 def field_path(item: Any, body: object) -> str:
-    """Return the path of a pydantic error in the body as it was sent, such as `input[2].content[0].type`.
+    """Return the path of a pydantic error in the body as sent, such as `input[2].content[0].type`.
 
     Names of variants of a union, which pydantic adds to its locations, are left out.
     """

@@ -51,7 +51,7 @@ class JsonRequest:
     Args:
         fields: the decoded object. Layers share it: none may change it.
         receive: the source of the messages after the body.
-        content: the body as it was sent; None encodes `fields` at first use.
+        content: the body as sent; None encodes `fields` at first use.
 
     Attributes:
         disconnected: True once a disconnect of the client has been received.

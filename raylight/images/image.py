@@ -65,7 +65,7 @@ class Image:
 
     Attributes:
         sha256: digest of the file, in hexadecimal digits.
-        data: the file, as it was sent.
+        data: the file as sent.
         width: in pixels; 0 if the file was not read, as is `height`.
         sent_url: the URL in which it was sent, if it is a `data:` URL with the file's media type.
     """

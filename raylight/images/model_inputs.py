@@ -32,7 +32,7 @@ logger = logging.getLogger(__name__)
 PIXEL_BYTES = 256 * 2**20
 """Size of the pixels that are kept: ten screenshots for Qwen."""
 SHOWN_BYTES = 64 * 2**20
-"""Size of all else that is kept, of thousands of images, because agents send earlier turns again."""
+"""Size of the other inputs kept, for thousands of images, because agents send earlier turns again."""
 GRID = "image_grid_thw"
 """Name of the tensor with the patches of each image, from which the positions of tokens are computed."""
 TEXT_KEYS = frozenset({"input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids"})

@@ -97,7 +97,7 @@ class ScoringModel:
             raise RewardModelError(
                 f"the reward model {self.config.model!r} is not served: a run serves those that its group "
                 "reward names. Pass it to Trainer(group_reward=...) or RewardSum, or set the attribute "
-                "`reward_models` of your own group reward to a list of those that it calls"
+                "`reward_models` of your own group reward to a list of the models that it calls"
             )
         shown = [one if isinstance(one, RewardModelInput) else RewardModelInput(one) for one in conversations]
         return await scorers[self](shown) if shown else []

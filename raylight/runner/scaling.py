@@ -1,4 +1,4 @@
-"""Requests to change the size of a run in progress: `raylight scale` sends them by way of the run's store."""
+"""Requests to change the size of a run in progress: `raylight scale` sends them through the run's store."""
 
 from __future__ import annotations
 

@@ -74,7 +74,7 @@ class SandboxSpec:
         if "." not in name:
             raise ConfigError(
                 f"the sandbox {self.backend!r} is unknown; known are {', '.join(BACKENDS)}, and the "
-                "dotted name of a class of your own"
+                "dotted name of your class"
             )
         backend = import_dotted_name(name, "sandbox")
         missing = [part for part in MEMBERS if not hasattr(backend, part)]

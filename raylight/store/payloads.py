@@ -4,7 +4,7 @@ The encoding is MessagePack with extensions. Decoding executes no code, so that 
 is safe to open.
 
 Laws:
-- A value is read as it was written, type for type, or refused when it is written. Three kinds are converted:
+- A value is read as written, type for type, or refused when it is written. Three kinds are converted:
   a subclass of dict to a dict, a bytearray or memoryview to bytes, and a datetime's time zone to its offset.
 - An error names the place of the value that cannot be stored.
 """

@@ -106,7 +106,7 @@ class LoraTrainer:
 
         Args:
             backward: add the gradient of the sum to the gradients since the last optimizer step. If the pass
-                fails, these are left as they were.
+                fails, these stay unchanged.
 
         Raises:
             DeviceMemoryError: the device ran out of memory.

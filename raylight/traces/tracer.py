@@ -110,7 +110,7 @@ class Tracer:
         if store is not None and rollout_id is None:
             raise ConfigError(
                 "trace_context has a store, but no rollout_id and attempt_id under which it keeps the spans; "
-                "pass those of store.start_rollout(...)"
+                "pass the ids of store.start_rollout(...)"
             )
         outer = current_trace()
         if (

@@ -102,7 +102,7 @@ class Trainer:
             (docs/rewards.md).
         loggers: metric loggers: "console", "jsonl", "plot", which None stands for; the trackers "wandb",
             "mlflow", "tensorboard", "trackio", "swanlab", "clearml" and "otlp", each with an extra of
-            raylight; or loggers of your own (see docs/trackers.md).
+            raylight; or your own loggers (see docs/trackers.md).
         role: "algorithm" leaves the runners to other processes on the cluster. "runner" is such a process:
             its `fit` executes the rollouts of the run `run_name` until the run ends. None reads
             `RAYLIGHT_ROLE`, and is "both" without it.
@@ -174,7 +174,7 @@ class Trainer:
             "group_reward": group_reward,
             "loggers": loggers,
         }
-        """Components as they were specified, for config.yaml."""
+        """Components as specified, for config.yaml."""
         self.algorithm = parse_algorithm(algorithm, plain.num_epochs)
         self.agent = agent
         self.train_dataset, self.val_dataset = train_dataset, val_dataset

@@ -177,7 +177,7 @@ class Generation:
             computed = len(self.prompt_ids) + len(self.output_ids) - 1
             if len(self.routed_experts) != computed:
                 raise ValueError(
-                    f"generation {self.key.call_id}: {len(self.routed_experts)} routes must be those of the "
+                    f"generation {self.key.call_id}: {len(self.routed_experts)} routes must be for the "
                     f"{computed} tokens before the last"
                 )
 

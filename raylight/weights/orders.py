@@ -26,7 +26,7 @@ class ReplicaState:
     """State of a replica's engine, as far as orders change it.
 
     Attributes:
-        weights: version of the weights; 0 is the model as it was loaded.
+        weights: version of the weights; 0 is the model as loaded.
         adapters: adapter name to version.
         asleep: True between `sleep` and `wake`.
         awake_reason: reason why the last `sleep` freed no memory; None if it did.
@@ -243,7 +243,7 @@ class VersionSequence:
     Attributes:
         last: highest version that was published, or is being published.
         received: highest version of the weights that any replica has received, perhaps after its publication
-            had failed. 0 is the model as it was loaded.
+            had failed. 0 is the model as loaded.
         awaits_repetition: True from a restart of the coordinator until the next publication: the caller of
             one that was under way repeats it, and replicas may have received its version.
     """

@@ -76,8 +76,8 @@ def conversation_tokens(tokenizer: Any, conversation: RewardModelInput) -> list[
     except Exception as error:  # a template is the model authors' program and may raise anything
         raise RewardModelError(
             f"the chat template of the reward model rejects a conversation of {len(messages)} messages: "
-            f"{type(error).__name__}: {error}; change its chat_template, or the messages in a group "
-            "reward of your own"
+            f"{type(error).__name__}: {error}; change its chat_template, or the messages in your group "
+            "reward"
         ) from None
     ids: list[int] = tokenizer.encode(text, add_special_tokens=False)
     if not ids:
@@ -92,7 +92,7 @@ def _for_template(message: JsonObject) -> JsonObject:
         if others := {part.get("type") for part in content if part.get("type") != "text"}:
             raise RewardModelError(
                 f"a conversation has {', '.join(sorted(map(str, others)))}, and a reward model reads text; "
-                "leave such messages out in a group reward of your own"
+                "leave such messages out in your group reward"
             )
         content = "\n".join(part["text"] for part in content)
     converted = dict(message) | {"content": content or ""}

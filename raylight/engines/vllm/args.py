@@ -210,8 +210,8 @@ def check_vision(model_type: str, gpus: float) -> None:
     """
     if gpus == 0 and model_type == "gemma3":
         raise ConfigError(
-            "vLLM without a GPU computes Gemma 3 with images wrongly: its log-probs differ from those of "
-            "learners; set engine={'kind': 'transformers'}, or engine.num_gpus"
+            "vLLM without a GPU computes Gemma 3 with images wrongly: its log-probs differ from the "
+            "learners'; set engine={'kind': 'transformers'}, or engine.num_gpus"
         )
     if importlib.util.find_spec("torchvision") is None:
         raise ConfigError(

@@ -1,7 +1,7 @@
 """vLLM's scheduler, which hands on the log-probs of recorded tokens as plain numbers.
 
 vLLM sends three arrays for each request and step, and the process that serves requests takes 20 times as long
-to decode them as for all else that it does with a token: an engine that samples faster would wait for it.
+to decode them as for everything else that it does with a token: a faster engine would wait for it.
 """
 
 from __future__ import annotations

@@ -156,8 +156,8 @@ def shard_batch(
 ) -> Iterator[BatchShard]:
     """Yield the shard of each rank, so that only one is in memory at a time.
 
-    Mini-batches are split by rollout, and balanced across ranks by tokens. Those of images count as tokens,
-    about four patches each.
+    Mini-batches are split by rollout, and balanced across ranks by tokens. Images count as tokens of about
+    four patches each.
     """
     lengths = [len(row.token_ids) for row in batch.rows]
     outline = _outline(batch)

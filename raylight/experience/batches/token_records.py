@@ -38,7 +38,7 @@ class RowRecord:
 
 
 class RecordedRow(NamedTuple):
-    """A row of a step, as it was recorded."""
+    """A recorded row of a step."""
 
     start: int
     logprobs: LogprobArray

@@ -332,5 +332,5 @@ def _check_greedy(item: FinishedRollout) -> None:
             raise GreedyError(
                 f"the greedy rollout {item.rollout.rollout_id}, which ReMax uses as a baseline, called the "
                 f"model at temperature {temperature:g}; pass the sampling parameters of the LLM in the "
-                "agent, as in create(..., **llm.sampling_parameters), and set no temperature of your own"
+                "agent, as in create(..., **llm.sampling_parameters), and set no other temperature"
             )

@@ -202,7 +202,7 @@ class _Transcript:
 
 
 def _by_end(spans: Sequence[Span]) -> list[Span]:
-    """Return spans in the order of their ends. Those of several served models reach the store in any order. A
+    """Return spans in the order of their ends. Several served models send theirs to the store in any order. A
     span without times follows the one before it."""
     ends: list[float] = []
     for span in spans:

@@ -32,8 +32,8 @@ PLAIN = "plain"
 
 
 def collect(policy: TrainedModel | PolicySet) -> Tensors:
-    """Return this rank's part of the training state: the live tensors, which training changes. Those of
-    several models are copies, with the model's name before each name."""
+    """Return this rank's part of the training state: the live tensors, which training changes. With several
+    models they are copies, with the model's name before each name."""
     if isinstance(policy, PolicySet):
         return Tensors(
             {

@@ -1,5 +1,5 @@
-"""Log-probs and entropies of sampled tokens. Those of prompts and observations are not computed, as nothing
-reads them."""
+"""Log-probs and entropies of sampled tokens. Prompts and observations are skipped, because nothing reads
+their log-probs."""
 
 from __future__ import annotations
 

@@ -2,9 +2,9 @@
 reward models.
 
 All losses are linear in the log-probs or scores of the answers once a weight is known for each token, so that
-rows can be in any micro-batch and on any rank. The weights of supervised fine-tuning are 1. Those of a pair
-are the derivatives of its loss, which a pass before the update computes: the gradient equals that of
-the loss itself.
+rows can be in any micro-batch and on any rank. Supervised fine-tuning has weights of 1. A pair's weights are
+the derivatives of its loss, which a pass before the update computes, so that the gradient equals the loss's
+own.
 """
 
 from __future__ import annotations

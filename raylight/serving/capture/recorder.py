@@ -273,8 +273,8 @@ class Recorder:
         """Announce the calls of one request. The future is done once they may be answered.
 
         It fails with `AttemptFinishedError` if their attempt has finished, and with `OverloadedError` if the
-        store does not answer in time. The calls must be closed in either case. Those of a held attempt may be
-        answered at once; that it has finished is noticed with the next call after their announcement.
+        store does not answer in time. The calls must be closed in either case. Calls of a held attempt may be
+        answered at once; its end is noticed with the next call after their announcement.
 
         Args:
             may_cover: False announces the calls before they are answered in any case.

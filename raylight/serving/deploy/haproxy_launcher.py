@@ -158,7 +158,7 @@ def end_with_parent(parent: int) -> None:
     actor.
 
     Args:
-        parent: process ID of the parent, as it was before this process could ask the kernel.
+        parent: process ID of the parent before this process could ask the kernel.
     """
     if sys.platform != "linux":
         return

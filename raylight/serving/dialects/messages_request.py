@@ -200,9 +200,7 @@ class ThinkingBlock(CacheableBlock):
     @model_validator(mode="after")
     def _check_signature(self) -> ThinkingBlock:
         if self.signature.startswith(SIGNATURE) and self.signature != sign(self.thinking):
-            raise ValueError(
-                "the thinking does not match its signature; send the block back as it was received"
-            )
+            raise ValueError("the thinking does not match its signature; send the block back unchanged")
         return self
 
 

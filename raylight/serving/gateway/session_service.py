@@ -246,7 +246,7 @@ async def answer_request(
 
     Args:
         service: None: the server has no sessions.
-        scope: of the request as it was sent.
+        scope: of the request as sent.
         inner: its scope without keys.
 
     Raises:

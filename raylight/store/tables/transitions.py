@@ -71,8 +71,8 @@ def decide(
 
     Args:
         sequence_id: number of that attempt, from 1.
-        failure: kind of its failure. An attempt that was lost to the infrastructure is retried within limits
-            of its own, a truncated one never.
+        failure: kind of its failure. An attempt that was lost to the infrastructure is retried within
+            separate limits, a truncated one never.
         losses: losses of the rollout, including this attempt.
     """
     if status in STATUS_FROM_ATTEMPT:

@@ -73,7 +73,7 @@ class Concurrency:
 
     The limit grows once in a turnover: the time in which as many rollouts have ended as it allows. A cut is
     relative to what was in flight. The next cut waits until no more than the limit is in flight, because
-    until then the old load is reported. It repeats if there was no turnover since the last one.
+    until then the old load is reported. It repeats if less than a turnover has passed since the last one.
 
     Args:
         ceiling: number that is admitted at most.

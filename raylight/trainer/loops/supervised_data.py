@@ -231,7 +231,7 @@ class _ExampleReader:
         if not isinstance(sampled_by, str) or not Path(sampled_by).is_dir():
             missing = f"the model {sampled_by} is not there" if sampled_by else "config.yaml names no model"
             self.notes.append(
-                f"{name}: {missing}, so its tokenizer is not compared with that of "
+                f"{name}: {missing}, so its tokenizer is not compared with the tokenizer of "
                 f"{self._algorithm.model!r}; check that both are the same"
             )
             return

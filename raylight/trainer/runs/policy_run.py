@@ -59,7 +59,7 @@ class ServedTrainingRun(TrainingRun[TrainedSettings, PolicyComponents]):
     algorithm: PolicyAlgorithm
     """As the user gave it."""
     inputs: Inputs | None = None
-    """The agent and its tasks, as they were given; None if they are outside the run."""
+    """The agent and its tasks as given; None if they are outside the run."""
 
     def for_cluster(self, facts: ClusterFacts) -> tuple[str, ...]:
         self.settings, notes = fit_trained(self.settings, self.requested, facts)
@@ -224,8 +224,8 @@ def plan_training(
     )
     if tasks.size is None and algorithm.n_steps is None:
         raise ConfigError(
-            f"the length of {type(tasks).__name__}, the train_dataset, is not known, and so is not that of "
-            "training; set n_steps"
+            f"the length of {type(tasks).__name__}, the train_dataset, is not known, and so the training has "
+            "no end; set n_steps"
         )
     if isinstance(settings.group_reward, ProcessReward) and not algorithm.turn_rewards:
         raise ConfigError(

@@ -53,7 +53,7 @@ class GivenSettings:
     """Before the algorithm adjusts them."""
     resources: NamedResources
     components: dict[str, object]
-    """Components as they were specified, by the name of the argument."""
+    """Components as specified, by the name of the argument."""
     process: dict[str, object]
     """Values of `PROCESS_ARGUMENTS`."""
 

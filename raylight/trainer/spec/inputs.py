@@ -37,7 +37,7 @@ class Inputs:
     train: object
     val: object
     agent_spec: object = None
-    """The agent as it was specified, for config.yaml."""
+    """The agent as specified, for config.yaml."""
 
 
 def is_agent(value: object) -> bool:

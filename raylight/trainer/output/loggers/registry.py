@@ -68,6 +68,6 @@ def _find(entry: object) -> object:
     names = [*LOGGERS, *TRACKERS]
     nearest = difflib.get_close_matches(entry, names, n=3, cutoff=0.5) or names
     raise ConfigError(
-        f"loggers: there is no logger {entry!r}; the nearest are: {', '.join(nearest)}. A logger of your own "
+        f"loggers: there is no logger {entry!r}; the nearest are: {', '.join(nearest)}. Your own logger "
         "has a dotted name: package.module:MyLogger"
     )
