@@ -33,6 +33,7 @@ PRAGMAS = (
     "cache_size = -32768",
     "wal_autocheckpoint = 4000",
 )
+TEMPORARY_PRAGMAS = ("synchronous = OFF", *(pragma for pragma in PRAGMAS if pragma != "synchronous = NORMAL"))
 UNSTORABLE = (
     UnicodeEncodeError,
     OverflowError,
@@ -61,7 +62,8 @@ class Journal:
     """An open SQLite file with the store's tables.
 
     Args:
-        path: the file; None for a file in a temporary folder, which is removed on close.
+        path: the file; None for a file in a temporary folder, which is removed on close. Nothing waits for
+            the disk there, because no other process reads it.
         read_only: open for reading, while another store may be writing.
 
     Raises:
@@ -142,7 +144,7 @@ class Journal:
         )
         try:
             self._check(db)
-            for pragma in PRAGMAS:
+            for pragma in TEMPORARY_PRAGMAS if self._folder else PRAGMAS:
                 db.execute(f"PRAGMA {pragma}")
             if db.execute("PRAGMA journal_mode").fetchone() != ("wal",):
                 raise sqlite3.OperationalError("its file system does not support a write-ahead log")
@@ -290,6 +292,8 @@ class Journal:
         Raises:
             DiskError: the disk is full, read-only or gone.
         """
+        if self._folder:
+            return
         # SQLite locks the other files, whose second handle would release its locks when it is closed
         log = self._sibling("-wal")
         with disk_errors(self.path), contextlib.suppress(FileNotFoundError), log.open("rb") as file:
