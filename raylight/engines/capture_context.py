@@ -125,7 +125,7 @@ class CaptureContext:
         sampling: Mapping[str, object],
         images: tuple[PlacedImage, ...] = (),
     ) -> Sample:
-        """Add the sample of a choice. The engine calls this before it samples."""
+        """Add the sample of a choice after `prompt_ids`, shape (tokens,), before the engine samples."""
         sample = self.samples[index] = Sample(index, np.asarray(prompt_ids, np.int32), sampling, images)
         sample.keeps_candidates = self.keeps_candidates(sampling)
         return sample

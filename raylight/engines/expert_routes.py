@@ -103,7 +103,7 @@ class ExpertRoutes:
         """Return the experts that tokens go to.
 
         Args:
-            own: the router's own choice.
+            own: the router's own choice, shape (tokens, experts of a token).
         """
         if self._recorded is not None:
             self._recorded.append(own)

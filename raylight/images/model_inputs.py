@@ -152,7 +152,7 @@ class ModelImages:
         return ids, self.place(ids, images)
 
     def place(self, ids: Sequence[int] | IntArray, images: Sequence[Image]) -> tuple[PlacedImage, ...]:
-        """Find images in tokens that stand for them, in order.
+        """Find images in `ids`, shape (tokens,), by the tokens that stand for them, in order.
 
         Raises:
             ImageError: one has no tokens, or another image's.
@@ -177,7 +177,7 @@ class ModelImages:
         return tuple(places)
 
     def inputs(self, images: Sequence[Image]) -> Tensors:
-        """Return the pixel tensors of images, in order, by the names of the model's arguments."""
+        """Return the pixel tensors of images, concatenated in order, by the names of the model's arguments."""
         tensors = [self._tensors(image) for image in images]
         return (
             {name: _concatenate([each[name] for each in tensors]) for name in tensors[0]} if tensors else {}
@@ -321,7 +321,7 @@ def _shows_strings(tokenizer: Any) -> bool:
 
 
 def _concatenate(tensors: list[torch.Tensor]) -> torch.Tensor:
-    """Concatenate tensors of images; those with fewer tiles are padded with zeros."""
+    """Concatenate tensors of images by rows; images with fewer tiles (dimension 1) are padded with zeros."""
     if len(tensors) == 1:
         return tensors[0]
     most = max(tensor.shape[1] for tensor in tensors) if tensors[0].ndim > 1 else 0

@@ -83,7 +83,7 @@ def generation_bytes(call: Generation, shared: int = 0, routed: int = 0, seen: i
 
 
 def _compress(values: IntArray) -> bytes:
-    """Encode int32 values that are mostly ids in ascending order."""
+    """Encode int32 values, shape (values,), that are mostly ids in ascending order."""
     differences = np.diff(values, prepend=np.int32(0))
     return zlib.compress(np.ascontiguousarray(differences.view(np.uint8).reshape(-1, 4).T).tobytes(), 1)
 

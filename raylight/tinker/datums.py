@@ -72,7 +72,7 @@ def check_batch(
 
 
 def check_tokens(place: str, tokens: np.ndarray, vocabulary: int, max_tokens: int) -> None:
-    """Check the number of token ids, and their range.
+    """Check the number of token ids, shape (tokens,), and their range.
 
     Raises:
         RequestError: there is none, or there are too many, or one is out of the vocabulary.

@@ -233,7 +233,7 @@ class LoraTrainer:
         return total, outputs
 
     def _logprobs(self, rows: Sequence[Datum]) -> torch.Tensor:
-        """Return the log-probs of all targets, row after row, float32."""
+        """Return the log-probs of all targets, row after row, float32, shape (targets,)."""
         tokens = [torch.tensor(row.tokens) for row in rows]
         ids = pad_sequence(tokens, batch_first=True)  # on the right, where no token attends
         within = pad_sequence([torch.ones_like(row, dtype=torch.bool) for row in tokens], batch_first=True)
@@ -246,7 +246,7 @@ class LoraTrainer:
         return cast(torch.Tensor, output["log_probs"])
 
     def _inputs(self, rows: Sequence[Datum]) -> dict[str, torch.Tensor]:
-        """Return the inputs of the loss that all rows have, each as one tensor, row after row."""
+        """Return the inputs of the loss that all rows have, row after row, each of shape (tokens,)."""
         names = set.intersection(*({*row.inputs} for row in rows)) - {TARGETS}
         arrays = {name: np.concatenate([row.inputs[name] for row in rows]) for name in names}
         arrays[ROWS] = np.repeat(np.arange(len(rows)), [len(row.tokens) for row in rows])

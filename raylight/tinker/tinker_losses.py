@@ -52,9 +52,9 @@ def ppo(logprobs: Tensor, inputs: Inputs, settings: Mapping[str, float]) -> Tens
 
 
 def gspo(logprobs: Tensor, inputs: Inputs, settings: Mapping[str, float]) -> Tensor:
-    """Return the loss of GSPO-token (https://arxiv.org/abs/2507.18071), (tokens,): PPO's, with one ratio
-    for all tokens of an example, the geometric mean over those that the mask selects. The gradient is each
-    token's own."""
+    """Return the loss of GSPO-token (https://arxiv.org/abs/2507.18071), shape (tokens,): PPO's, with one
+    ratio for all tokens of an example, the geometric mean over those that the mask selects. The gradient is
+    each token's own."""
     own, rows = logprobs.detach(), inputs[ROWS]
     marked = (inputs[RATIO_MASK] != 0).to(own.dtype)
     zeros = own.new_zeros(int(rows[-1]) + 1)

@@ -73,7 +73,7 @@ def write_forward_backward(loss: float, logprobs: Sequence[np.ndarray]) -> bytes
 
     Args:
         loss: sum of the losses of all tokens.
-        logprobs: log-probs of each example's targets.
+        logprobs: log-probs of each example's targets, shape (targets,).
     """
     output = pb.ForwardBackwardOutput(loss_fn_output_type="ArrayRecord", metrics={"loss:sum": loss})
     record = output.loss_fn_outputs.add(num_datums=len(logprobs))

@@ -191,7 +191,7 @@ def summary(row: TokenRow, bins: int) -> dict[str, list[float | None]]:
 
 
 def _means(values: FloatArray, edges: NDArray[np.int_]) -> FloatArray:
-    """Return the mean of each part, without NaN; NaN for a part of NaN only."""
+    """Return the mean of each part, shape (parts,), without NaN; NaN for a part of NaN only."""
     if len(edges) < 2:
         return np.empty(0)
     known = ~np.isnan(values)

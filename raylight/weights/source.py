@@ -214,7 +214,7 @@ class WeightSource:
 
 
 def _delta(layer: Any, down: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
-    """Return what the matrices of an adapter add to the weights of a layer, or of packed experts.
+    """Return what `down` (rank, inputs) and `up` (outputs, rank) add to a layer, or to packed experts.
 
     Experts have their own rows of `down`, expert after expert, and columns of `up`, rank after rank.
     """

@@ -124,7 +124,7 @@ class Decoder:
         return torch.cat([self._compute_padded(admitted[at : at + size], first + at) for at in parts])
 
     def _compute_padded(self, admitted: list[Sequence], first: int) -> torch.Tensor:
-        """Compute sequences in one pass, padded to the same length."""
+        """Compute sequences in one pass, padded to the same length; returns shape (sequences, vocabulary)."""
         rows, found = len(admitted), [self.prefixes.find(s.adapter, s.compared_ids) for s in admitted]
         lengths = torch.tensor([s.length for s in admitted])
         known = torch.tensor([count for _, count in found])
@@ -268,7 +268,7 @@ class Decoder:
         self.remove(sequence)
 
     def _keep(self, sequence: Sequence, slot: int, ids: IntArray) -> None:
-        """Cache the keys and values of a sequence's first tokens, `ids`, as a prefix."""
+        """Cache the keys and values of a sequence's first tokens, `ids` of shape (tokens,), as a prefix."""
         routes = np.concatenate(sequence.sample.routes)[: len(ids)] if self._routes is not None else None
         self.prefixes.keep(sequence.adapter, ids, self._cache.read(slot, len(ids)), routes)
 

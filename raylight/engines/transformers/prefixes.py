@@ -74,7 +74,7 @@ class PrefixCache:
         states: LayerStates,
         routes: RouteArray | None = None,
     ) -> None:
-        """Add a prefix. It replaces those that it continues."""
+        """Add the prefix `ids`, shape (tokens,). It replaces the prefixes that it continues."""
         prefix = Prefix(ids, states, list(_keys(adapter, ids)), routes)
         for shorter in {self._index[key] for key in prefix.keys if key in self._index}:
             if _count_common(shorter.ids, ids) == len(shorter.ids):
@@ -112,7 +112,7 @@ def _keys(adapter: LoadedAdapter | None, ids: IntArray) -> Iterator[int]:
 
 
 def _count_common(one: IntArray, other: IntArray) -> int:
-    """Return the number of first tokens that two sequences have in common."""
+    """Return the number of first tokens that two sequences, shapes (tokens,), have in common."""
     size = min(len(one), len(other))
     differs = np.flatnonzero(one[:size] != other[:size])
     return int(differs[0]) if len(differs) else size

@@ -145,7 +145,7 @@ def draw(
 
 
 def _heat(logits: torch.Tensor, params: list[SamplingParams]) -> torch.Tensor:
-    """Divide each row by its temperature, 1 for a greedy row."""
+    """Divide each row of logits (rows, vocabulary) by its temperature, 1 for a greedy row."""
     if all(p.greedy or p.temperature == 1 for p in params):
         return logits
     temperatures = [1.0 if p.greedy else p.temperature for p in params]
@@ -155,7 +155,7 @@ def _heat(logits: torch.Tensor, params: list[SamplingParams]) -> torch.Tensor:
 def _allowed(
     logprobs: torch.Tensor, policy_logits: torch.Tensor, params: list[SamplingParams], tokens: torch.Tensor
 ) -> dict[int, tuple[int, float]]:
-    """Return `SampledTokens.allowed`. The count is 0 where the constraint did not change the distribution."""
+    """Return `SampledTokens.allowed`: the count is 0 where the constraint did not change the distribution."""
     rows = [row for row, p in enumerate(params) if p.constrained]
     sampled, chosen = logprobs[rows], tokens[rows][:, None]
     policy = _heat(policy_logits[rows].float(), [params[row] for row in rows]).log_softmax(-1)

@@ -209,7 +209,7 @@ class SlotCache(Cache):
 
 
 def _grow(old: torch.Tensor, window: Window) -> torch.Tensor:
-    """Return the slots with room for the window and for later tokens, up to the longest sequence.
+    """Return the slots, shape (slots, heads, length, head size), with room for the window and later tokens.
 
     New entries are zero, because masked NaN times 0 would still be NaN.
     """

@@ -418,7 +418,7 @@ def _error_of(sequence: Sequence, logits: torch.Tensor, stop_ids: Iterable[int])
 def _distributions(
     sequences: list[Sequence], logits: torch.Tensor, stop_ids: Iterable[int]
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Return log-probabilities, and the logits without constraints if a row has one."""
+    """Return log-probs, and the logits without constraints if a row has one; shapes (rows, vocabulary)."""
     params = [s.params for s in sequences]
     policy_logits = logits if any(p.constrained for p in params) else None
     if any(s.grammar_matcher is not None for s in sequences):

@@ -162,7 +162,7 @@ class ConstraintRecorder:
         )
 
     def _temperatures(self, rows: torch.Tensor) -> torch.Tensor | float:
-        """Return the temperatures of rows as a column, 1 for greedy ones."""
+        """Return the temperatures of rows, shape (rows, 1), 1 for greedy ones."""
         temperature = self._runner.input_batch.sampling_metadata.temperature
         if temperature is None:
             return 1.0

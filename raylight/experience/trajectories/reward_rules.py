@@ -282,7 +282,7 @@ class RewardRules:
     def rewards_of_calls(
         self, item: FinishedRollout, calls: Sequence[Generation], reward: float
     ) -> list[list[float]]:
-        """Return the rewards of each call: its turn's, and for the last call the final one.
+        """Return a list of rewards for each call: its turn's, and for the last call the final one.
 
         Args:
             calls: at least one, in the order in which they began.

@@ -90,7 +90,7 @@ def newest_version(calls: Iterable[Generation]) -> int | None:
 
 
 def _versions(calls: Iterable[Generation]) -> Iterator[np.ndarray]:
-    """Yield the versions of the tokens of each call that has any, forced tokens left out."""
+    """Yield the versions, shape (tokens,), of each call with tokens, without forced tokens."""
     for call in calls:
         masks_forced = len(call.allowed) and not call.is_replayed
         versions = call.weight_versions[call.allowed != 1] if masks_forced else call.weight_versions

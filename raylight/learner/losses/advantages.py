@@ -361,7 +361,7 @@ def _run_estimator(
     matrices: Mapping[str, torch.Tensor],
     settings: PolicySettings,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Call the estimator with the arguments it has parameters for; return advantages and returns."""
+    """Call the estimator with the arguments it takes; return advantages and returns (rollouts, tokens)."""
     name, user_function = settings.advantage.name, settings.user_estimator
     given = DEFAULTS | settings.advantage.model_dump(exclude={"name"})
     norm_adv_by_std = given.pop("norm_adv_by_std")
@@ -446,7 +446,7 @@ def _check_result(name: str, kind: str, matrix: object, sequences: RolloutSequen
 
 
 def _all_gather_field(rows: list[TrainRow], name: str) -> dict[int, np.ndarray]:
-    """Return a field of the sampled tokens of all ranks' rows, by row index. A collective."""
+    """Return a field of all ranks' rows by row index, shape (sampled tokens,). A collective."""
     own = {
         row.index: values[row.mask == 1].numpy()
         for row in rows

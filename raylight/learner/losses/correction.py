@@ -111,7 +111,7 @@ def _tail(differences: torch.Tensor, count: float, worst: float) -> float:
     none. A collective.
 
     Args:
-        differences: this rank's.
+        differences: this rank's, shape (sampled tokens,).
         count: number of differences on all ranks.
         worst: their maximum on all ranks.
     """
@@ -234,7 +234,7 @@ def bounded_weights(
 
 
 def _accepted(log_ratio: torch.Tensor, mask: torch.Tensor, settings: CorrectionSettings) -> torch.Tensor:
-    """Return the mask without rejected tokens."""
+    """Return the mask, shape (rows, longest response), without rejected tokens."""
     # verl raises for rows without tokens, but another rank may have tokens
     if settings.rollout_rs is None or not mask.any():
         return mask
@@ -245,7 +245,7 @@ def _accepted(log_ratio: torch.Tensor, mask: torch.Tensor, settings: CorrectionS
 def _weight_metrics(
     weights: torch.Tensor, mask: torch.Tensor, settings: CorrectionSettings
 ) -> dict[str, float]:
-    """Return metrics of the weights of sampled tokens on all ranks."""
+    """Return metrics of the weights, shape (rows, longest response), of sampled tokens on all ranks."""
     lower, upper = parse_weight_bounds(settings.rollout_is_threshold)
     sampled = weights[mask == 1]
     clipped = sampled == 0 if lower is not None else sampled >= torch.tensor(upper)
@@ -275,14 +275,14 @@ def _mean_weight(weights: torch.Tensor, mask: torch.Tensor, settings: Correction
 
 
 def _log_ratio(row: TrainRow) -> torch.Tensor:
-    """Return the log ratio of learner to engine probability of each response token."""
+    """Return the log ratio of learner to engine probability, shape (response tokens,)."""
     learner = row.old_logprobs if row.learner_logprobs is None else row.learner_logprobs
     assert learner is not None
     return learner - row.engine_logprobs
 
 
 def _select_sampled(rows: list[TrainRow], tensors: list[torch.Tensor]) -> torch.Tensor:
-    """Return the entries of sampled tokens, one row after the other."""
+    """Return the entries of sampled tokens, row after row, shape (sampled tokens,)."""
     return torch.cat(tensors)[torch.cat([row.mask for row in rows]) == 1]
 
 

@@ -104,7 +104,7 @@ class PolicyLoss:
     def _interpolate_proximal(
         self, logprobs: torch.Tensor, batch: MicroBatch
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the log-probs of the proximal policy, and the weights that correct for the engine's."""
+        """Return the proximal log-probs and the weights that correct the engine's (rows, longest response)."""
         engine = batch.matrix("engine_logprobs")
         log_ratio = batch.matrix("proximal_fractions") * (logprobs.detach() - engine)
         return engine + log_ratio, bounded_weights(log_ratio, batch.mask, self._settings)
@@ -122,7 +122,7 @@ class PolicyLoss:
 
 
 def _store_logprobs(logprobs: torch.Tensor, batch: MicroBatch) -> None:
-    """Store the log-probs of this pass in the rows."""
+    """Store the log-probs of this pass, shape (rows, longest response), in the rows."""
     for row, values in zip(batch.rows, logprobs.detach().float().cpu(), strict=True):
         row.learner_logprobs = values[: len(row.response)]
 

@@ -257,7 +257,7 @@ class RaylightEngine(verl.FSDPEngineWithLMHead):
         return [row["log_probs"] for row in found], [row["sum_pi_squared"] for row in found]
 
     def _infer(self, rows: list[TrainRow], squares: bool = False) -> list[dict[str, torch.Tensor]]:
-        """Return all outputs of each row by name."""
+        """Return all outputs of each row by name, shape (response tokens,)."""
         outputs: list[dict[str, torch.Tensor]] = [{}] * len(rows)
         with self.eval_mode(), torch.no_grad(), self._autocast():
             for indices, batch in self._micro_batches(Minibatch(rows, len(rows)), squares=squares):
@@ -408,8 +408,8 @@ class RaylightEngine(verl.FSDPEngineWithLMHead):
     def _compute(
         self, batch: MicroBatch, divergence: TokenDivergence | None = None
     ) -> dict[str, torch.Tensor]:
-        """Return matrices `log_probs`, and `entropy`, `sum_pi_squared` and `divergence` if they are
-        wanted, of the sampled tokens, and of observed ones if they are learned."""
+        """Return `log_probs`, and `entropy`, `sum_pi_squared` and `divergence` if they are wanted, of the
+        sampled tokens, and of observed ones if they are learned; shape (rows, longest response)."""
         inputs, pad_size = self._model_inputs(batch)
         targets = replace(batch.targets(), divergence=divergence)
         if self._routes is not None:
@@ -466,7 +466,7 @@ class ValueEngine(RaylightEngine):
     def _compute(
         self, batch: MicroBatch, divergence: TokenDivergence | None = None
     ) -> dict[str, torch.Tensor]:
-        """Return the matrix `values`: for each response token, the value of the context before it."""
+        """Return `values`, shape (rows, longest response): the value of the context before each token."""
         inputs, pad_size = self._model_inputs(batch)
         values = self.module(**inputs, use_cache=False).logits.squeeze(-1)
         if batch.packed:

@@ -116,7 +116,7 @@ def _kernel(
     scale: float,
     window: int | None,
 ) -> torch.Tensor:
-    """Return the output of the kernel for GPUs, which needs heads of one size."""
+    """Return the output (tokens, heads, size) of the kernel for GPUs, which needs heads of one size."""
     size = -(-max(query.shape[-1], value.shape[-1]) // MULTIPLE) * MULTIPLE
     query, key, value = (pad(each, (0, size - each.shape[-1])).contiguous() for each in (query, key, value))
     output = varlen_attn(

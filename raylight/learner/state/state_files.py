@@ -139,7 +139,7 @@ class StateReader:
 
 
 def document(value: object) -> torch.Tensor:
-    """Return JSON as a tensor of bytes."""
+    """Return JSON as a tensor of bytes, shape (bytes,)."""
     return torch.tensor(list(json.dumps(value).encode()), dtype=torch.uint8)
 
 

@@ -210,7 +210,7 @@ def _slices(tokens: int, size: int) -> list[slice]:
 
 
 def _blocks(logits: torch.Tensor, part: slice) -> Iterator[tuple[slice, torch.Tensor]]:
-    """Yield the logits of a chunk block by block, each after the slice of its tokens."""
+    """Yield a chunk's logits, shape (tokens, vocabulary), block by block, each after its tokens' slice."""
     size = max(BLOCK_LOGITS.get(logits.device.type, BLOCK_LOGITS["cuda"]) // logits.shape[1], 1)
     for block in _slices(len(logits), size):
         yield slice(part.start + block.start, part.start + min(block.stop, len(logits))), logits[block]
@@ -219,7 +219,7 @@ def _blocks(logits: torch.Tensor, part: slice) -> Iterator[tuple[slice, torch.Te
 def _sampled_logits(
     logits: torch.Tensor, temperatures: torch.Tensor | None, replay: SamplingReplay | None, rows: slice
 ) -> torch.Tensor:
-    """Return the logits of the distributions that the targets were sampled from, in float32."""
+    """Return the logits that the targets were sampled from, float32, shape (tokens, vocabulary)."""
     logits = logits.float()
     if replay is not None:
         logits = replay.penalise(logits, rows)
@@ -229,7 +229,7 @@ def _sampled_logits(
 
 
 def _entropies(probs: torch.Tensor, logprobs: torch.Tensor) -> torch.Tensor:
-    """Return the entropies of distributions. Overwrites both arguments."""
+    """Return the entropies of distributions (tokens, vocabulary). Overwrites both arguments."""
     return -probs.mul_(logprobs.clamp_(min=LOWEST_LOGPROB)).sum(-1)
 
 
@@ -246,7 +246,7 @@ def _recompute(ctx: Any, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tens
 def _grad_logits(
     logits: torch.Tensor, targets: torch.Tensor, grad: torch.Tensor, grad_entropy: torch.Tensor | None
 ) -> torch.Tensor:
-    """Return the gradient of scaled logits.
+    """Return the gradient of scaled logits, shape (tokens, vocabulary).
 
     With p their softmax and H its entropy: `grad * (onehot - p) - grad_entropy * p * (log p + H)`.
     """

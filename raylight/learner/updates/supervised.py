@@ -87,7 +87,7 @@ class SupervisedModel(TrainedModel):
 
     def _pair_values(self, rows: list[TrainRow], outline: BatchOutline) -> tuple[torch.Tensor, torch.Tensor]:
         """Return what `pair_losses` reads of each answer of the batch: the log ratio of its probability to
-        the initial model's and the number of its tokens, or its score and its margin."""
+        the initial model's and the number of its tokens, or its score and its margin; shapes (answers,)."""
         if isinstance(self._settings, RankingSettings):
             scores = torch.zeros(len(outline.rewards), dtype=torch.float64)
             for row, values in zip(rows, self.engine.infer(rows), strict=True):

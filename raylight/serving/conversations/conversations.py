@@ -217,7 +217,7 @@ class Conversations:
 
         Args:
             message: the answer.
-            tokens: token ids of prompt and answer, exactly as sampled.
+            tokens: token ids of prompt and answer, exactly as sampled, shape (tokens,).
             prompt_length: number of tokens of the prompt.
         """
         answer = _answer_form(message)
