@@ -177,7 +177,7 @@ class ModelImages:
         return tuple(places)
 
     def inputs(self, images: Sequence[Image]) -> Tensors:
-        """Return the pixel tensors of images, concatenated in order, by the names of the model's arguments."""
+        """Return the pixel tensors of images, concatenated in order, by the model's names."""
         tensors = [self._tensors(image) for image in images]
         return (
             {name: _concatenate([each[name] for each in tensors]) for name in tensors[0]} if tensors else {}

@@ -104,7 +104,7 @@ class PolicyLoss:
     def _interpolate_proximal(
         self, logprobs: torch.Tensor, batch: MicroBatch
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the proximal log-probs and the weights that correct the engine's (rows, longest response)."""
+        """Return proximal log-probs and the weights that correct the engine's (rows, longest response)."""
         engine = batch.matrix("engine_logprobs")
         log_ratio = batch.matrix("proximal_fractions") * (logprobs.detach() - engine)
         return engine + log_ratio, bounded_weights(log_ratio, batch.mask, self._settings)
