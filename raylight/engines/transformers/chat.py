@@ -6,8 +6,7 @@ from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from raylight.engines.transformers.harmony import HarmonyParser
-from raylight.engines.transformers.message import PARSERS, MessageParser, think_first
+from raylight.engines.transformers.message import PARSERS, HarmonyParser, MessageParser, think_first
 from raylight.engines.transformers.prompt import PromptTokens, read_prompt
 from raylight.engines.transformers.reply import (
     ChoiceReader,

@@ -8,8 +8,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from raylight.engines.families import HARMONY, THINK
-from raylight.engines.transformers.harmony import HARMONY_FORMAT, HarmonyParser
-from raylight.engines.transformers.message import MessageParser, MessageStyle, find_style
+from raylight.engines.transformers.message import (
+    HARMONY_FORMAT,
+    HarmonyParser,
+    MessageParser,
+    MessageStyle,
+    find_style,
+)
 from raylight.engines.transformers.tools import FORMATS
 
 CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'
