@@ -33,7 +33,7 @@ from raylight.trainer.cluster_fit.hardware import (
     share_cores,
 )
 from raylight.trainer.cluster_fit.policy_checks import engine_with_adapter
-from raylight.trainer.components.served_model import ServedModel
+from raylight.trainer.components.served_model import ServedModel, ServingContext
 from raylight.trainer.ray_session.blocking import run_blocking
 from raylight.trainer.ray_session.cluster_monitor import component_stack, until_lost, watch_loss
 from raylight.trainer.ray_session.connection import ray_session
@@ -217,7 +217,7 @@ async def _serve(
             lost.set_exception(error)
 
     async with component_stack() as stack:
-        served = ServedModel(run, model, secret, None, show, owns_cluster)
+        served = ServedModel(ServingContext(run, secret, show, owns_cluster), model)
         await served.open(stack)
         served.prepare(seed=0)
         limit = model.engine.start_timeout_s

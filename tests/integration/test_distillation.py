@@ -25,6 +25,7 @@ from raylight.experience.trajectories.trajectory import build_trajectories
 from raylight.quickstart import STARTER_MODEL
 from raylight.quickstart.additions import additions, question
 from raylight.quickstart.agent import adder
+from raylight.trainer.components.served_model import ServingContext
 from raylight.trainer.components.teacher import Teacher
 from raylight.trainer.spec.settings import ServedTeacher, ServingSettings
 from raylight.types import CallKey, FinishedRollout, Generation, Rollout, Span, Trajectory
@@ -52,7 +53,7 @@ async def test_a_teacher_whose_replica_dies_scores_as_plain_transformers_does(tm
     batch = TrainBatch([0.0] * 24, ["g"] * 24, rows, list(range(24)))
     model = dying_teacher(tmp_path, max_model_len=64)
     async with AsyncExitStack() as stack:
-        teacher = Teacher("distilled", model, "secret", notes.append, False)
+        teacher = Teacher(ServingContext("distilled", "secret", notes.append, False), model)
         await teacher.service.open(stack)
         await teacher.service.start()
         scored, metrics = await teacher.score(batch, [])
@@ -68,7 +69,7 @@ async def test_a_teacher_gives_its_most_probable_tokens(tmp_path: Path) -> None:
     batch = TrainBatch([0.0] * 6, ["g"] * 6, rows, list(range(6)))
     async with AsyncExitStack() as stack:
         settings = dying_teacher(tmp_path, max_model_len=64, top_k=4)
-        teacher = Teacher("tops", settings, "secret", print, False)
+        teacher = Teacher(ServingContext("tops", "secret", print, False), settings)
         await teacher.service.open(stack)
         await teacher.service.start()
         scored, _ = await teacher.score(batch, [])
@@ -118,7 +119,7 @@ async def test_a_teacher_with_the_answer_scores_as_plain_transformers_does(tmp_p
     batch = TrainBatch([0.0] * 24, ["g"] * 24, rows, list(range(24)))
     model = dying_teacher(tmp_path, max_model_len=128, prompt=with_sum)
     async with AsyncExitStack() as stack:
-        teacher = Teacher("prompted", model, "secret", notes.append, False)
+        teacher = Teacher(ServingContext("prompted", "secret", notes.append, False), model)
         await teacher.service.open(stack)
         await teacher.service.start()
         scored, metrics = await teacher.score(batch, finished)

@@ -13,6 +13,7 @@ import raylight as rl
 from raylight.experience.batches.batch import TrainBatch
 from raylight.quickstart import STARTER_MODEL
 from raylight.trainer.cluster_fit.scoring_models import fitted_engine
+from raylight.trainer.components.served_model import ServingContext
 from raylight.trainer.components.teacher import Teacher
 from raylight.trainer.ray_session.connection import ray_session
 from raylight.trainer.spec.settings import ServedTeacher, ServingSettings
@@ -27,7 +28,7 @@ async def score() -> float:
     )
     rows = random_rows(64, longest=64)
     async with AsyncExitStack() as stack:
-        teacher = Teacher("distilled", settings, "secret", print, True)
+        teacher = Teacher(ServingContext("distilled", "secret", print, True), settings)
         await teacher.service.open(stack)
         await teacher.service.start()
         (tokens,) = await teacher._send("render_chats", [json.dumps({"messages": MESSAGES})], [1])

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Coroutine, Sequence
+from dataclasses import replace
 from typing import TypeGuard
 
 from raylight.agent.resources import LLM, NamedResources, ProxyLLM
@@ -13,7 +14,7 @@ from raylight.runner.scaling import Resizable
 from raylight.serving.deploy.monitor import CountReplicas, IngressProbe, ServingMonitor
 from raylight.store.client import StoreClient
 from raylight.trainer.components import Component
-from raylight.trainer.components.served_model import ServedModel
+from raylight.trainer.components.served_model import ServedModel, ServingContext
 from raylight.trainer.spec.run_resources import with_policy
 from raylight.trainer.spec.settings import ServingSettings
 from raylight.types import ResourcesUpdate
@@ -23,12 +24,9 @@ class Endpoints(Component):
     """The models that agents call: the run's own, and a recording replica for each traced upstream model.
 
     Args:
-        run_name: name of the run.
+        context: the run.
         models: the run's own model, if it serves one.
-        secret: secret from which the API keys of attempts are derived.
         store: stores the resources with their addresses, and the outages.
-        show_stage: shows what the run is doing now.
-        owns_cluster: True if the Ray cluster ends with this run.
     """
 
     resources: NamedResources
@@ -36,17 +34,9 @@ class Endpoints(Component):
     published: ResourcesUpdate
     """The same as the store has them, if there are some."""
 
-    def __init__(
-        self,
-        run_name: str,
-        models: Sequence[ServedModel],
-        secret: str,
-        store: StoreClient,
-        show_stage: Callable[[str], None],
-        owns_cluster: bool,
-    ) -> None:
-        self._run_name, self._models, self._secret, self._store = run_name, models, secret, store
-        self._show_stage, self._owns_cluster = show_stage, owns_cluster
+    def __init__(self, context: ServingContext, models: Sequence[ServedModel], store: StoreClient) -> None:
+        self._context, self._models, self._store = context, models, store
+        self._show_stage = context.show_stage
         self.monitors: list[ServingMonitor] = []
         """A monitor of each model in a separate process."""
 
@@ -57,13 +47,13 @@ class Endpoints(Component):
         # after the deployment, one at a time: two must not start Serve
         for name, resource in resources.items():
             if is_traced_upstream(resource):
-                app_name = f"{self._run_name}-{name}"
+                app_name = f"{self._context.name}-{name}"
                 self.resources[name] = served = await self._serve_upstream(app_name, resource, stack)
                 self._monitor(app_name, served.endpoint, EngineConfig(), stack)
         for model in self._models:
             llm, settings = model.llm, model.settings
             if model.is_probed:
-                self._monitor(self._run_name, llm.endpoint, settings.engine, stack, model.count_replicas)
+                self._monitor(self._context.name, llm.endpoint, settings.engine, stack, model.count_replicas)
             self.resources = fill_resources(self.resources, llm, settings)
             self._show_stage(f"the model is served at {llm.endpoint}")
             if settings.session_rules is not None:
@@ -74,8 +64,8 @@ class Endpoints(Component):
     async def _serve_upstream(self, app_name: str, llm: LLM, stack: contextlib.AsyncExitStack) -> LLM:
         """Start a recording replica in front of an upstream model; return the model at its address."""
         config = EngineConfig.parse({}, kind="upstream", url=llm.endpoint, api_key=llm.api_key, num_cpus=0)
-        parts = app_name, ServingSettings("", config, llm.model), self._secret, self._store
-        served = ServedModel(*parts, self._show_stage, self._owns_cluster, run=self._run_name)
+        context, settings = replace(self._context, name=app_name), ServingSettings("", config, llm.model)
+        served = ServedModel(context, settings, self._store, run=self._context.name)
         await served.open(stack)
         served.prepare(0)
         return llm.model_copy(update={"endpoint": await served.start(), "api_key": None})

@@ -56,16 +56,16 @@ class LocalModel(ServedModel):
             DeviceMemoryError: the run needs more memory than the device has.
             PortInUseError: the requested port is taken.
         """
-        model = self.settings
-        engine = await asyncio.to_thread(load_engine, model, self._learner, self._seed, self._show_stage)
+        model, show = self.settings, self._context.show_stage
+        engine = await asyncio.to_thread(load_engine, model, self._learner, self._seed, show)
         self._stack.push_async_callback(asyncio.to_thread, engine.close)
         self._endpoint = Endpoint(
             engine,
             self._store,
-            self._secret or "",
+            self._context.secret or "",
             model.engine,
             model.training_temperature,
-            self._app_name,
+            self._context.name,
         )
         await self._stack.enter_async_context(self._endpoint)
         self._loaded.set_result(engine)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import ray
@@ -14,7 +14,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from raylight._utils.aio import pause
 from raylight.errors import EngineStartError, ServingLostError, summarize_ray_error
-from raylight.trainer.components.served_model import ServedModel
+from raylight.trainer.components.served_model import ServedModel, ServingContext
 from raylight.trainer.spec.settings import ServingSettings
 
 RETRY_DELAY_S = 0.5
@@ -41,35 +41,29 @@ class ModelService:
     """The deployment of a fixed model, and the requests to it.
 
     Args:
-        app_name: name of the Serve application.
+        context: the run.
         title: name of the model in messages.
         setting: name of the setting of `timeout_s` in messages.
         timeout_s: seconds within which a request must be answered, the replacement of lost replicas included.
         requests: requests in flight for each replica.
-        secret: secret without which its HTTP address answers nobody.
-        show_stage: shows what the run is doing now.
-        owns_cluster: True if the Ray cluster ends with this run.
     """
 
     def __init__(
         self,
-        app_name: str,
+        context: ServingContext,
         model: ServingSettings,
         *,
         title: str,
         setting: str,
         timeout_s: float,
         requests: int,
-        secret: str | None,
-        show_stage: Callable[[str], None],
-        owns_cluster: bool,
     ) -> None:
-        self._name, self._title, self._setting, self._timeout_s = app_name, title, setting, timeout_s
-        self._show_stage = show_stage
+        self._name, self._show_stage = f"{context.name}-{model.name}", context.show_stage
+        self._title, self._setting, self._timeout_s = title, setting, timeout_s
         self.slots = requests * model.engine.replicas
         """Requests in flight."""
         self._free = asyncio.Semaphore(self.slots)
-        self._model = ServedModel(app_name, model, secret, None, show_stage, owns_cluster)
+        self._model = ServedModel(replace(context, name=self._name), model)
         self._router: Any = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self.retries = 0

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping, Sequence
 
 from raylight._utils.aio import task_group
 from raylight.engines.reward_model.scorer import ScoredConversation
@@ -11,7 +11,8 @@ from raylight.errors import GroupRewardError, RaylightError, RewardModelError, S
 from raylight.rewards.scoring_model import RewardModelInput, Scorer, ScoringModel
 from raylight.trainer.components import Component
 from raylight.trainer.components.model_service import ModelService
-from raylight.trainer.spec.settings import RewardModelSettings, RolloutSettings
+from raylight.trainer.components.served_model import ServingContext
+from raylight.trainer.spec.settings import RewardModelSettings
 
 CONVERSATIONS_PER_REQUEST = 16
 """Conversations of one request, so that a large group is divided among replicas."""
@@ -23,34 +24,21 @@ class ServedRewardModel:
     """A reward model with its deployment.
 
     Args:
-        run_name: name of the run.
+        context: the run.
         settings: the model and its engine.
-        secret: secret without which its HTTP address answers nobody.
-        show_stage: shows what the run is doing now.
-        owns_cluster: True if the Ray cluster ends with this run.
     """
 
-    def __init__(
-        self,
-        run_name: str,
-        settings: RewardModelSettings,
-        secret: str | None,
-        show_stage: Callable[[str], None],
-        owns_cluster: bool,
-    ) -> None:
+    def __init__(self, context: ServingContext, settings: RewardModelSettings) -> None:
         self._model, self._limit = settings.model, settings.serving.engine.max_model_len
         self.service = ModelService(
-            f"{run_name}-{settings.serving.name}",
+            context,
             settings.serving,
             title=f"the reward model {settings.model.name}",
             setting="its timeout_s",
             timeout_s=settings.model.config.timeout_s,
             requests=REQUESTS_PER_REPLICA,
-            secret=secret,
-            show_stage=show_stage,
-            owns_cluster=owns_cluster,
         )
-        self._show_stage = show_stage
+        self._show_stage = context.show_stage
         self._too_long = 0
 
     async def score(self, conversations: list[RewardModelInput]) -> list[float | None]:
@@ -125,20 +113,10 @@ class ServedRewardModel:
 
 
 class RewardModels(Component):
-    """The reward models of a run, perhaps none. A request finds a lost model.
+    """The reward models of a run, perhaps none. A request finds a lost model."""
 
-    Args:
-        show_stage: shows what the run is doing now.
-        owns_cluster: True if the Ray cluster ends with this run.
-    """
-
-    def __init__(
-        self, settings: RolloutSettings, show_stage: Callable[[str], None], owns_cluster: bool
-    ) -> None:
-        self._served = {
-            one.model: ServedRewardModel(settings.name, one, settings.secret, show_stage, owns_cluster)
-            for one in settings.reward_models
-        }
+    def __init__(self, context: ServingContext, models: Sequence[RewardModelSettings]) -> None:
+        self._served = {one.model: ServedRewardModel(context, one) for one in models}
 
     @property
     def scorers(self) -> Mapping[ScoringModel, Scorer]:

@@ -21,7 +21,7 @@ from raylight.trainer.components.reward_models import RewardModels
 from raylight.trainer.components.run_learner import RunLearner
 from raylight.trainer.components.run_metrics import ComponentMetrics
 from raylight.trainer.components.runners import OutsideAgents, Runners
-from raylight.trainer.components.served_model import ServedModel
+from raylight.trainer.components.served_model import ServedModel, ServingContext
 from raylight.trainer.components.store import RunStore, cancel_undecided
 from raylight.trainer.components.teacher import Teachers
 from raylight.trainer.ray_session.cluster_monitor import drop_if_lost
@@ -143,7 +143,8 @@ class RolloutComponents(RunComponents):
 
     def __init__(self, settings: RolloutSettings, *others: Any) -> None:
         super().__init__(settings, *others)
-        self.reward_models = RewardModels(settings, self._show_stage, self._owns_cluster)
+        self._context = ServingContext(settings.name, settings.secret, self._show_stage, self._owns_cluster)
+        self.reward_models = RewardModels(self._context, settings.reward_models)
         """The reward models that the group reward calls, perhaps none."""
 
     async def _open(self) -> None:
@@ -165,18 +166,15 @@ class RolloutComponents(RunComponents):
 
     async def _open_models(self) -> None:
         """Prepare the served model and the reward models, before runners can take rollouts."""
-        settings, show, owns_cluster = self.settings, self._show_stage, self._owns_cluster
+        settings = self.settings
         self.models = [self._make_model(settings)] if isinstance(settings, ServedSettings) else []
         for model in self.models:
             await model.open(self._stack)
-        self.endpoints = Endpoints(
-            settings.name, self.models, settings.secret, self.store, show, owns_cluster
-        )
+        self.endpoints = Endpoints(self._context, self.models, self.store)
         await self.reward_models.open(self._stack)
 
     def _make_model(self, settings: ServedSettings) -> ServedModel:
-        parts = settings.name, settings.serving, settings.secret, self.store
-        return ServedModel(*parts, self._show_stage, self._owns_cluster)
+        return ServedModel(self._context, settings.serving, self.store)
 
     def _make_runners(self) -> Runners | OutsideAgents:
         settings = self.settings
@@ -250,17 +248,15 @@ class PolicyComponents(RolloutComponents):
         (model,) = self.models
         self.learners.open(self._stack, model)
         if self.training.served_teachers or len(self.training.teachers) > 1:
-            settings, choice = self.training.teachers, self.training.algorithm.teacher_choice
-            secret, show, owns_cluster = self.settings.secret, self._show_stage, self._owns_cluster
-            self.teachers = Teachers(self._name, settings, choice, secret, show, owns_cluster)
+            choice = self.training.algorithm.teacher_choice
+            self.teachers = Teachers(self._context, self.training.teachers, choice)
             await self.teachers.open(self._stack)
 
     def _make_model(self, settings: ServedSettings) -> ServedModel:
         learner = self.training.learner
         if learner.kind != "local":
             return super()._make_model(settings)
-        parts = settings.name, settings.serving, settings.secret, self.store
-        return LocalModel(learner, *parts, self._show_stage, self._owns_cluster)
+        return LocalModel(learner, self._context, settings.serving, self.store)
 
     async def _start(self) -> None:
         await self._start_together({"the learners": self.learners.start()})

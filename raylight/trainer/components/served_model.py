@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import ray
 
@@ -19,17 +20,31 @@ from raylight.weights.client import CoordinatorClient
 from raylight.weights.peft_files import read_adapter
 
 
+@dataclass(frozen=True)
+class ServingContext:
+    """The run, or the command, that models are served for.
+
+    Attributes:
+        name: its name.
+        secret: secret from which the API keys of attempts are derived; None: anyone may use the models.
+        show_stage: shows what the run is doing now.
+        owns_cluster: True if the Ray cluster ends with this run.
+    """
+
+    name: str
+    secret: str | None
+    show_stage: Callable[[str], None]
+    owns_cluster: bool
+
+
 class ServedModel(Component):
     """A served model with its coordinator.
 
     Args:
-        app_name: name of the Serve application, and of the namespace of the coordinator.
+        context: its name is that of the Serve application, and of the namespace of the coordinator.
         settings: the model, its engine and its adapters.
-        secret: secret from which the API keys of attempts are derived; None: anyone may use the model.
         store: records the calls; None records none.
-        show_stage: shows what the run is doing now.
-        owns_cluster: True if the Ray cluster ends with this run.
-        run: name of the run in metrics; None: `app_name`.
+        run: name of the run in metrics; None: the context's name.
     """
 
     coordinator: CoordinatorClient
@@ -43,27 +58,22 @@ class ServedModel(Component):
 
     def __init__(
         self,
-        app_name: str,
+        context: ServingContext,
         settings: ServingSettings,
-        secret: str | None,
-        store: StoreClient | None,
-        show_stage: Callable[[str], None],
-        owns_cluster: bool,
+        store: StoreClient | None = None,
         run: str | None = None,
     ) -> None:
-        self.settings, self._run = settings, run
-        self._app_name, self._secret, self._store = app_name, secret, store
-        self._show_stage, self._owns_cluster = show_stage, owns_cluster
+        self.settings, self._context, self._store, self._run = settings, context, store, run
 
     async def open(self, stack: contextlib.AsyncExitStack) -> None:
         """Start the coordinator."""
         self._stack, engine = stack, self.settings.engine
         running = running_coordinator(
-            self._app_name,
+            self._context.name,
             self._store,
             replacement_timeout_s=engine.start_timeout_s,
             min_replicas=engine.min_replicas,
-            report=self._show_stage,
+            report=self._context.show_stage,
         )
         self.coordinator = await stack.enter_async_context(running)
 
@@ -74,15 +84,15 @@ class ServedModel(Component):
             seed: of the sampling.
             rollouts: most rollouts that call the model at a time.
         """
-        model = self.settings
+        model, context = self.settings, self._context
         settings = ReplicaSettings(
-            app_name=self._app_name,
+            app_name=context.name,
             run=self._run,
             route=model.route,
             model_path=model.model_path,
             model=model.name,
             config=model.engine,
-            secret=self._secret,
+            secret=context.secret,
             seed=seed,
             store=self._store,
             coordinator=self.coordinator.handle,
@@ -90,7 +100,7 @@ class ServedModel(Component):
             sessions=model.session_rules,
         )
         self.deployment = Deployment(
-            settings, self._owns_cluster, rollouts, self.coordinator, self._show_stage
+            settings, context.owns_cluster, rollouts, self.coordinator, context.show_stage
         )
         self._stack.push_async_callback(self.deployment.stop)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import replace
 from typing import Any
@@ -28,6 +28,7 @@ from raylight.serving.deploy.replica import ScoredRow
 from raylight.trainer.cluster_fit.scoring_models import longest_row
 from raylight.trainer.components import Component
 from raylight.trainer.components.model_service import ModelService
+from raylight.trainer.components.served_model import ServingContext
 from raylight.trainer.spec.settings import ServedTeacher, TeacherSettings
 from raylight.types import FinishedRollout, Trajectory
 
@@ -41,38 +42,25 @@ class Teacher:
     """A teacher's deployment, and the requests to it, which find a lost teacher.
 
     Args:
-        run_name: name of the run.
+        context: the run.
         settings: the model, its engine and the user's settings.
-        secret: secret without which its HTTP address answers nobody.
-        show_stage: shows what the run is doing now.
-        owns_cluster: True if the Ray cluster ends with this run.
     """
 
-    def __init__(
-        self,
-        run_name: str,
-        settings: ServedTeacher,
-        secret: str | None,
-        show_stage: Callable[[str], None],
-        owns_cluster: bool,
-    ) -> None:
+    def __init__(self, context: ServingContext, settings: ServedTeacher) -> None:
         model, self._timeout_s = settings.serving, settings.config.timeout_s
         self._top_k = settings.top_k
         aligned_to = settings.aligned_to
         self._aligner = load_aligner(aligned_to, model.model_path) if aligned_to is not None else None
-        self._show_stage = show_stage
+        self._show_stage = context.show_stage
         self._prompt, self._noted = settings.config.prompt, False
         self._most_tokens = longest_row(model.engine)
         self.service = ModelService(
-            f"{run_name}-{model.name}",
+            context,
             model,
             title="the teacher",
             setting="teacher.timeout_s",
             timeout_s=self._timeout_s,
             requests=REQUESTS_PER_REPLICA,
-            secret=secret,
-            show_stage=show_stage,
-            owns_cluster=owns_cluster,
         )
 
     async def score(
@@ -214,27 +202,19 @@ class Teachers(Component):
     """The teachers of a run, of which each row has one, chosen by its task.
 
     Args:
+        context: the run.
         settings: the teachers by name; all on the learners' ranks, or all in engines.
         choice: key or function that gives a task's teacher; None for a single teacher.
-
-    The others are `Teacher`'s.
     """
 
     def __init__(
         self,
-        run_name: str,
+        context: ServingContext,
         settings: Mapping[str, TeacherSettings],
         choice: TeacherChoice | None,
-        secret: str | None,
-        show_stage: Callable[[str], None],
-        owns_cluster: bool,
     ) -> None:
         self._names, self._choice = list(settings), choice
-        self._served = [
-            Teacher(run_name, one, secret, show_stage, owns_cluster)
-            for one in settings.values()
-            if isinstance(one, ServedTeacher)
-        ]
+        self._served = [Teacher(context, one) for one in settings.values() if isinstance(one, ServedTeacher)]
 
     async def open(self, stack: AsyncExitStack) -> None:
         """Start the deployments of the teachers, which the stack ends."""

@@ -13,7 +13,7 @@ from raylight.engines.model_report import report_model
 from raylight.engines.registry import engine_traits
 from raylight.trainer.cluster_fit.cluster_settings import fit_fixed
 from raylight.trainer.cluster_fit.hardware import ClusterFacts
-from raylight.trainer.components.served_model import ServedModel
+from raylight.trainer.components.served_model import ServedModel, ServingContext
 from raylight.trainer.ray_session.blocking import run_blocking
 from raylight.trainer.ray_session.cluster_monitor import component_stack, until_lost, watch_loss
 from raylight.trainer.ray_session.connection import ray_session
@@ -57,7 +57,8 @@ def serve_model(
         serving, notes = fit_fixed(serving, config, ClusterFacts())
         for note in notes:
             show(note)
-        work = _serve(serving, api_key, seed, connection.owns_cluster, show)
+        context = ServingContext(f"serve-{secrets.token_hex(4)}", api_key, show, connection.owns_cluster)
+        work = _serve(serving, context, seed)
         run_blocking(until_lost(work, "Start the command again"), watch_loss("Start the command again"))
 
 
@@ -72,11 +73,10 @@ def describe_model(path: str, config: EngineConfig) -> list[str]:
     return [line, *(f"note: {problem}; {remedy}" for problem, remedy in report.remedies().items())]
 
 
-async def _serve(
-    model: ServingSettings, secret: str | None, seed: int, owns_cluster: bool, show: Callable[[str], None]
-) -> None:
+async def _serve(model: ServingSettings, context: ServingContext, seed: int) -> None:
+    show = context.show_stage
     async with component_stack() as stack:
-        served = ServedModel(f"serve-{secrets.token_hex(4)}", model, secret, None, show, owns_cluster)
+        served = ServedModel(context, model)
         await served.open(stack)
         served.prepare(seed)
         show(f"starting the {model.engine.kind} engine")

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from ray.exceptions import ActorDiedError, RayTaskError
-from run_settings import make_settings, policy_settings
+from run_settings import policy_settings
 from store_helpers import open_box, reward_of
 
 import raylight as rl
@@ -26,6 +26,7 @@ from raylight.quickstart import STARTER_MODEL
 from raylight.trainer.cluster_fit.cluster_settings import fit_scoring_models
 from raylight.trainer.cluster_fit.scoring_models import ENGINE, check_reward_model, plan_reward_models
 from raylight.trainer.components.reward_models import RewardModels
+from raylight.trainer.components.served_model import ServingContext
 from raylight.trainer.loops.group_grader import GroupGrader
 from raylight.trainer.spec.settings import RewardModelSettings
 
@@ -73,7 +74,7 @@ def served(
 ) -> tuple[rl.rewards.ScoringModel, RewardModels, list[str]]:
     model = rl.rewards.reward_model(str(folder), max_tokens=64, **settings)
     notes: list[str] = []
-    found = RewardModels(make_settings(reward_models=plan_reward_models(model)), notes.append, True)
+    found = RewardModels(ServingContext("run-1", "s3cr3t", notes.append, True), plan_reward_models(model))
     found._served[model].service._router = handle
     return model, found, notes
 

@@ -39,6 +39,7 @@ from raylight.serving.deploy.replica import ScoredRow
 from raylight.trainer.cluster_fit import scoring_models
 from raylight.trainer.cluster_fit.cluster_settings import fit_scoring_models
 from raylight.trainer.cluster_fit.scoring_models import fit_teacher, plan_teachers, without_images
+from raylight.trainer.components.served_model import ServingContext
 from raylight.trainer.components.teacher import MOST_TOKENS, Teacher, Teachers, split_rows
 from raylight.trainer.spec.settings import RankTeacher, ServedTeacher, ServingSettings
 from raylight.types import FinishedRollout, Span, TopLogprobs, Trajectory
@@ -93,6 +94,10 @@ def render(messages: list[dict[str, Any]]) -> list[int]:
     return [*(message["content"] for message in messages), 7]
 
 
+def context(show: Callable[[str], None] = print, name: str = "run-1") -> ServingContext:
+    return ServingContext(name, None, show, owns_cluster=True)
+
+
 def make_teacher(
     handle: Handle,
     replicas: int = 2,
@@ -105,7 +110,7 @@ def make_teacher(
     engine = EngineConfig(replicas=replicas, max_model_len=longest)
     model = ServingSettings(STARTER_MODEL, engine, "teacher")
     config = TeacherConfig(model=STARTER_MODEL, timeout_s=timeout_s, prompt=prompt)
-    teacher = Teacher("run-1", ServedTeacher(config, model, top_k), None, notes.append, True)
+    teacher = Teacher(context(notes.append), ServedTeacher(config, model, top_k))
     teacher.service._router = handle
     return teacher, notes
 
@@ -113,7 +118,7 @@ def make_teacher(
 def make_teachers(handles: dict[str, Handle], choice: Any) -> Teachers:
     model = ServingSettings(STARTER_MODEL, EngineConfig(), "teacher")
     settings = {name: ServedTeacher(TeacherConfig(model=STARTER_MODEL), model) for name in handles}
-    teachers = Teachers("run-1", settings, choice, None, print, True)
+    teachers = Teachers(context(), settings, choice)
     for teacher, handle in zip(teachers._served, handles.values(), strict=True):
         teacher.service._router = handle
     return teachers
@@ -182,7 +187,7 @@ async def test_teachers_on_the_learners_ranks_are_only_chosen() -> None:
         for n, row in enumerate(batch.rows)
     ]
     settings = {name: RankTeacher(TeacherConfig(model=name)) for name in "ab"}
-    teachers = Teachers("run-1", settings, lambda task: "ba"[task % 2], None, print, True)
+    teachers = Teachers(context(), settings, lambda task: "ba"[task % 2])
     scored, metrics = await teachers.score(batch, finished)
     assert scored.teacher_numbers == [1, 0, 1]
     assert metrics == {"teacher/rows/a": 1, "teacher/rows/b": 2}
@@ -205,7 +210,7 @@ async def test_a_teacher_with_other_tokens_scores_spans_of_text() -> None:
             ServingSettings(TOOL_MODEL, EngineConfig(), "teacher"),
             aligned_to=STARTER_MODEL,
         )
-        teacher = Teacher("run-1", settings, None, print, True)
+        teacher = Teacher(context(), settings)
         teacher.service._router = Handle()
         scored, metrics = await teacher.score(replace(batch, rows=[row]), [item])
         (found,) = scored.teacher_logprobs or []
@@ -451,7 +456,7 @@ def test_a_run_has_the_teacher_of_its_algorithm(tmp_path: Path, monkeypatch: pyt
     with pytest.raises(ConfigError, match=r"engine\.max_images=3: a teacher in engines reads tokens alone"):
         without_images(EngineConfig(max_images=3))
     assert settings.resolved()["algorithm"]["teacher"]["model"] == str(tmp_path / "teacher")
-    teacher = Teacher(settings.name, settings.training.teachers["teacher"], None, print, True)
+    teacher = Teacher(context(name=settings.name), settings.training.teachers["teacher"])
     service = teacher.service
     assert (service._name, service._timeout_s) == (f"{settings.name}-teacher", 5)
     assert run.config(trainer._given)["algorithm"]["teacher"] == {
