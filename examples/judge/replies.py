@@ -38,7 +38,7 @@ def demonstrate(seed: int) -> Iterator[list[dict[str, str]]]:
 
 
 def make_pairs(count: int, seed: int) -> list[dict[str, Any]]:
-    """Return pairs of answers, of which half ramble. A stand-in for people prefers the better one, with some
+    """Return pairs of answers; half of them ramble. A stand-in for people prefers the better one, with some
     mistakes."""
     chance, pairs = random.Random(seed), []
     for task in make_tasks(count):

@@ -111,7 +111,7 @@ def chosen_option(text: str) -> str | None:
 
 def number(text: str) -> tuple[float, ...] | None:
     """Possible values of a text that is one number: 1,234.5, 3/4, 1 1/2, $12, 6e3, 42 apples; 25% is 25 and
-    0.25, 5 million is 5 and 5,000,000. None if it is none."""
+    0.25, 5 million is 5 and 5,000,000. None if it is not a number."""
     found = NUMBER.fullmatch(text.strip()) if len(text) <= 100 else None
     if found is None or (found["whole"] and not found["below"]):
         return None

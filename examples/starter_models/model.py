@@ -1,4 +1,4 @@
-"""Starter model: a small Qwen3 with random weights, of which two heads attend to the previous token."""
+"""Starter model: a small Qwen3 with random weights and two heads that attend to the previous token."""
 
 from __future__ import annotations
 

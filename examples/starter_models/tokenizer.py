@@ -1,8 +1,8 @@
 """Tokenizer of a starter model: one token per byte, and one for each word that the demonstrations share.
 
 The words of instructions, of tool schemas and of the chat template become single tokens, so that long prompts
-are short rows. What differs from task to task, such as numbers and names, stays characters, so that the model
-can copy, spell and count it. Nothing is trained or downloaded, and every text can be encoded.
+are short rows. Texts that differ from task to task, such as numbers and names, stay characters, so that the
+model can copy, spell and count it. Nothing is trained or downloaded, and every text can be encoded.
 """
 
 from __future__ import annotations
