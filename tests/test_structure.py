@@ -190,7 +190,7 @@ def test_importing_the_package_takes_under_a_second() -> None:
 
 
 def test_no_test_imports_from_a_conftest() -> None:
-    """Of several folders in one run, the name `conftest` is the one of the folder that was loaded last."""
+    """With several folders in one run, `conftest` is the module of the folder that was loaded last."""
     found = [
         str(f)
         for f in (PACKAGE.parent / "tests").rglob("*.py")

@@ -4,7 +4,7 @@
                                               [--profile]
 
 Needs vLLM, of any build. No model runs: the messages of an engine core that samples a token of each stream in
-every step are made beforehand, as vLLM makes them. What is measured is the work of the process that serves
+every step are made beforehand, as vLLM makes them. The measured work is the work of the process that serves
 requests: decoding a message, detokenizing, recording, and the output of each stream. In turn:
 
 - bare: vLLM, with requests that want no log-probs;

@@ -41,7 +41,7 @@ class Result:
     before: dict[str, float]
     after: dict[str, float]
     seconds: float
-    """Of the updates."""
+    """Duration of the updates."""
 
 
 class Roles:

@@ -4,7 +4,7 @@
     python tests/benchmarks/update_memory.py [--before /tmp/before] [--trl] [--shapes 32768x4096 151936x2048]
 
 Each measurement is a separate process, so that peaks do not mix. It builds a random Qwen2 of 2 layers and
-makes two updates on rows of 512 tokens, of which a quarter is the prompt. It reports the faster update, and
+makes two updates on rows of 512 tokens, a quarter of them the prompt. It reports the faster update, and
 the peak memory beyond what the process used before. The contestants take turns. "trl" is the loss of TRL's
 GRPOTrainer in a plain loop: logits of the responses, `selective_log_softmax` and `entropy_from_logits` (needs
 `pip install trl`).

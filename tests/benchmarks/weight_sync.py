@@ -174,7 +174,7 @@ def run_cell(cell: dict[str, Any]) -> None:
 
 
 def run_process(cell: dict[str, Any], checkout: str) -> list[dict[str, Any]] | str:
-    """Run a configuration in a process; return its rows, or the reason why there are none."""
+    """Run a configuration in a process; return its rows, or the reason for having none."""
     environment = os.environ | {
         "PYTHONPATH": checkout,
         "VLLM_CPU_KVCACHE_SPACE": "1",

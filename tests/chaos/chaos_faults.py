@@ -36,7 +36,7 @@ def is_of_run(event: Event) -> bool:
 
 
 def is_full_buffer(event: Event) -> bool:
-    """Match the group after which all groups wait to be trained, but for those with a held rollout."""
+    """Match the group after which all groups wait to be trained, except groups with a held rollout."""
     waiting = len(HELD_ROLLOUTS)
     return event.kind == "group" and event.fields == {"finished": 2 * TASKS - waiting, "waiting": waiting}
 
@@ -72,7 +72,7 @@ class Fault:
         when: key of MOMENTS, or "random".
         action: with "replace the node" the node that has the learners, while the target is killed.
         signals: number of times that Ctrl-C is pressed.
-        seconds: time after which a frozen process goes on, or before the next fault, if the run has
+        seconds: time after which a frozen process continues, or before the next fault, if the run has
             recovered meanwhile; None: never.
         clock_s: seconds by which the wall clock of all processes is set forward, after a kill before the run
             is resumed.

@@ -69,7 +69,7 @@ def _freeze(target: str, when: str, seconds: float | None = None) -> Fault:
 LOST = "ClusterLostError"
 DAY_S = 86_400
 SERIES: dict[str, list[Fault]] = {
-    # the ingress; what is frozen for good comes last, because it may stay so
+    # the ingress; a process that is frozen for ever comes last
     "haproxy": [
         *_kill("HAProxy", "start", "rollouts", "sync", "evaluation"),
         _freeze("HAProxy", "rollouts", 20.0),
@@ -192,7 +192,7 @@ ASYNCHRONOUS = (
     "signals",
     "buffer",
 )
-"""Series of which an asynchronous run shows all that a synchronous one does."""
+"""Series in which an asynchronous run covers everything that a synchronous one does."""
 
 
 def _runs(prefix: str, names: Iterable[str]) -> Iterator[ChaosRun]:
@@ -215,4 +215,4 @@ RUNS = {
 """All runs: synchronous ones, and, with the prefixes wait-, mask- and drop-, asynchronous ones with this
 `stale` and a `max_staleness` of 2."""
 CI = (("parts", "wait-buffer"), ("learner", "wait-disk"), ("runner", "store"))
-"""Pairs of runs of which CI takes one in turn. Each pair takes two to four minutes on two quiet cores."""
+"""Pairs of runs; CI takes one in turn. Each pair takes two to four minutes on two quiet cores."""

@@ -80,7 +80,7 @@ def check_batches(evidence: Evidence) -> Iterator[Finding]:
 
 
 def check_versions(evidence: Evidence) -> Iterator[Finding]:
-    """Every evaluation is of the weights after its step. No token is newer than the weights that it updates,
+    """Every evaluation uses the weights after its step. No token is newer than the weights that it updates,
     and no trained token more than `max_staleness` versions older."""
     plan, items = evidence.plan, {item.rollout.rollout_id: item for item in evidence.rollouts}
     after = {-1: 0, 0: 0} | {

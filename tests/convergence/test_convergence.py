@@ -197,7 +197,7 @@ def test_ranking_by_a_judge(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_preferences_among_a_models_own_answers(tmp_path: Path) -> None:
-    """The pairs are of an evaluation of the initial model; the accuracies, of sums that are in none."""
+    """The pairs come from an evaluation of the initial model; the accuracies, from sums in no pair."""
     evaluated(STARTER_MODEL, tmp_path / "sampled", TRAIN[:384])
     before = evaluated(STARTER_MODEL, tmp_path / "before")
     algorithm = rl.DPO(model=STARTER_MODEL, data=str(tmp_path / "sampled"), split="all", lr=1e-4, n_epochs=4)

@@ -19,7 +19,7 @@ from raylight.trainer.components.reward_models import ServedRewardModel
 
 TRAIN, VAL = additions(0)
 KILLED_AT = 100
-"""Group whose score the replica is killed before: 64 are of the first evaluation, and 16 of each step."""
+"""The replica is killed before this group's score: 64 belong to the first evaluation, 16 to each step."""
 
 
 @rl.rollout

@@ -91,7 +91,7 @@ def gradients(model: Any, outputs: torch.Tensor) -> dict[str, torch.Tensor]:
     ],
 )
 def test_packed_rows_are_computed_as_each_alone(model_type: str) -> None:
-    """Also where a row is longer than the window of a layer."""
+    """Rows are longer than the window of a layer."""
     config = GENERATOR.tiny_config(model_type, ROWS[model_type][0])
     text, architecture = config.get_text_config(), trained_class(config)
     if getattr(text, "sliding_window", None):

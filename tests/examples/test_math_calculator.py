@@ -93,7 +93,7 @@ async def test_a_server_lost_by_one_rollout_is_lost_for_the_others_too() -> None
 
 @pytest.mark.slow
 async def test_a_server_that_does_not_answer_times_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "CALL_S", 4.0)  # also for its start
+    monkeypatch.setattr(module, "CALL_S", 4.0)  # includes its start
     async with calculator(CALCULATOR_COMMAND):
         servers()[0].suspend()
     with pytest.raises(CalculatorError, match=r"was lost in a call: .*[Tt]imed out"):

@@ -498,7 +498,7 @@ def test_no_composition_breaks_the_service(composition: Any, service: httpx2.Cli
 
 
 def test_concurrent_simulations_do_not_mix(service: httpx2.Client) -> None:
-    """Each result belongs to its flowsheet, also with concurrent requests."""
+    """Each result belongs to its flowsheet, even with concurrent requests."""
     example = service.get("/schema").json()["example"]
 
     def gas(T: float) -> dict[str, Any]:

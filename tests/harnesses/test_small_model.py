@@ -1,4 +1,4 @@
-"""Real harnesses with the quickstart's small model, which knows nothing of them and has a short context."""
+"""Real harnesses with the quickstart's small model, which was not trained for them, in a short context."""
 
 from collections.abc import Iterator
 from contextlib import closing

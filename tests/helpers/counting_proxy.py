@@ -1,4 +1,4 @@
-"""An HTTP proxy that counts what reaches it, and a model outside, to which only the proxy knows the way."""
+"""An HTTP proxy that counts requests, and an outside model that only the proxy can reach."""
 
 import asyncio
 import contextlib
@@ -10,7 +10,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 OUTSIDE = "outside.example"
-"""Host of the model outside; no name server knows it."""
+"""Host of the model outside; no name server resolves it."""
 PROXY_VARIABLES = [
     name for scheme in ("http", "https", "all") for name in (f"{scheme}_proxy", f"{scheme}_proxy".upper())
 ]

@@ -239,7 +239,7 @@ def ray_head() -> Iterator[Cluster]:
 
 @contextlib.contextmanager
 def restored_cluster_file() -> Iterator[None]:
-    """At the end, restore the file with the address of the cluster that was started last: a cluster of
+    """Restore, at the end, the file with the address of the cluster that was started last: a cluster of
     `ray.cluster_utils` overwrites it."""
     before = CURRENT_CLUSTER.read_text() if CURRENT_CLUSTER.exists() else None
     try:

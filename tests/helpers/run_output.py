@@ -1,4 +1,4 @@
-"""What a run wrote into its output folder."""
+"""Readers of a run's output folder."""
 
 import json
 from pathlib import Path

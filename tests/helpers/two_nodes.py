@@ -1,4 +1,4 @@
-"""A Ray cluster of two nodes on this machine, of which the second one can be removed and replaced."""
+"""A Ray cluster of two nodes on this machine, whose second node can be removed and replaced."""
 
 import json
 import os

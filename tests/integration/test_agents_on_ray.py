@@ -205,7 +205,7 @@ def test_an_agent_that_blocks_the_event_loop_costs_its_runner_but_no_other_rollo
 
 
 def lower_limits(for_good: bool) -> None:
-    """Leave this process 96 MiB more memory than it has, and few files; for good by giving up the right to
+    """Leave this process 96 MiB more memory than it has, and few files; permanently by giving up the right to
     raise them again, which root has."""
     import ctypes
     import resource

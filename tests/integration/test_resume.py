@@ -165,7 +165,7 @@ class Attempted(NamedTuple):
 
 
 class Stored(NamedTuple):
-    """What the store of a run has."""
+    """Contents of a run's store."""
 
     rollouts: dict[str, Rollout]
     attempts: dict[str, list[Attempted]]

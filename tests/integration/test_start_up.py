@@ -1,4 +1,4 @@
-"""Start of actors on a real cluster: one that lacks resources is told from one that is slow."""
+"""Start of actors on a real cluster: missing resources are distinguished from a slow start."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Supervised training on a real cluster: the run's files, a killed learner, and a run that goes on."""
+"""Supervised training on a real cluster: the run's files, a killed learner, and a resumed run."""
 
 import json
 from pathlib import Path

@@ -124,7 +124,7 @@ def test_the_estimate_matches_the_used_memory(
 ) -> None:
     from raylight.learner.updates.policy import Policy
 
-    monkeypatch.setitem(BLOCK_LOGITS, "cpu", BLOCK_LOGITS["cuda"])  # the estimate is of a GPU
+    monkeypatch.setitem(BLOCK_LOGITS, "cpu", BLOCK_LOGITS["cuda"])  # the estimate is for a GPU
     engine, learner = settings(
         dtype,
         max_model_len=256,

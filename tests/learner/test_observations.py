@@ -22,7 +22,7 @@ pytestmark = pytest.mark.usefixtures("one_rank")
 
 
 def make_rows(masks_first: bool = False) -> list[Trajectory]:
-    """Rows of three responses, the first of which is not trained with `masks_first`, as if it were stale."""
+    """Rows of three responses. `masks_first` masks the first response, as if it were stale."""
     generator = torch.Generator().manual_seed(0)
     rows = []
     for number in range(len(REWARDS)):

@@ -304,7 +304,7 @@ def test_training_does_not_change_copies_of_the_state(exact):
 
 
 def test_an_optimizer_without_steps_stays_without(exact, tmp_path: Path):
-    """As in critic warm-up: torch's own functions would set the moments to zero and the step count to 1."""
+    """In critic warm-up, torch's own functions would set the moments to zero and the step count to 1."""
     from raylight.learner.state import state, state_files
 
     fresh, trained = make_policy(), make_policy()
@@ -360,7 +360,7 @@ def test_a_checkpoint_is_complete_or_absent(tmp_path: Path):
 
 
 def test_few_functions_lie_between_an_update_and_the_loss(exact, monkeypatch):
-    """With the loss, two of LearnerGroup, two of LearnerActor and 8 of the driver: 16 from `Trainer.fit`."""
+    """The loss, two of LearnerGroup, two of LearnerActor and 8 of the driver make 16 from `Trainer.fit`."""
     from raylight.learner.losses import policy_loss as losses
 
     stacks = []

@@ -41,7 +41,7 @@ PROMPTS = [[90, 84, 82], [90, 84, 82], [20, 31, 5, 6, 7, 8, 9], [44]]
     ],
 )
 def test_the_engine_records_the_routes_of_every_token_but_the_last(model_type, tmp_path):
-    """With equal prompts, prompts of several lengths, and a prompt that begins with an earlier call."""
+    """Prompts are equal, have several lengths, or begin with an earlier call."""
     path = build_model(model_type, tmp_path, **MIXTURES[model_type])
     rows = sample(path, PROMPTS)
     continued = [*rows[0].token_ids.tolist(), 7, 9]

@@ -59,7 +59,7 @@ async def call(
 async def roll_out(
     engine: TransformersEngine, number: int, trains: bool = True, **params: Any
 ) -> FinishedRollout:
-    """A conversation of two calls, of which the first truncates nothing every second time."""
+    """A conversation of two calls. Every second time, the first call truncates nothing."""
     heat = params.get("temperature", 1.0)
     first = SamplingParams(8, temperature=heat) if number % 2 else SamplingParams(8, **params)
     calls = [await call(engine, PROMPTS[number], first, trains)]

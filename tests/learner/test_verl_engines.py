@@ -246,7 +246,7 @@ def test_packing_and_memory_settings_do_not_change_the_update(config, batch):
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("model_type", ["lfm2", "qwen3_next"])
 def test_rows_that_a_state_joins_are_refused(model_type, dtype, tmp_path, monkeypatch):
-    """By the model's layers; without that rule, by the log-probs of a row behind another one."""
+    """The model's layers show it; without that rule, the log-probs of a row behind another one do."""
     layers = {"lfm2": {"layer_types": ["conv", "full_attention"]}, "qwen3_next": {}}
     path = build_model(model_type, tmp_path, **layers[model_type])
     config = LearnerConfig(packed=True, dtype=dtype)
@@ -260,7 +260,7 @@ def test_rows_that_a_state_joins_are_refused(model_type, dtype, tmp_path, monkey
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("model_type", ["qwen3_moe", "gemma2"])
 def test_rounding_is_not_taken_for_mixed_rows(model_type, dtype, tmp_path):
-    """By masks, with windows and with experts, whose shapes depend on all rows."""
+    """Masks separate the rows; windows, and experts, whose shapes depend on all rows, only round."""
     path = build_model(model_type, tmp_path)
     assert verl_engines.build_reference(path, LearnerConfig(packed=True, dtype=dtype, attention="eager"))
 

@@ -58,7 +58,7 @@ def test_loss_and_gradient_are_those_of_all_logits(kind, top_k, chunk, teacher, 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_an_engines_most_probable_tokens_have_the_same_loss(kind, teacher):
-    """Of a teacher with more ids, which are among its others."""
+    """The teacher's additional ids count among its other tokens."""
     loss, wanted = plain_update(kind, 5, teacher)
     metrics, found = update(settings_of(kind, 5), tops=sent_tops(teacher, 5))
     check(found, wanted, metrics, loss)
@@ -77,7 +77,7 @@ def test_each_row_has_its_own_teacher(teacher, tmp_path: Path):
 @pytest.mark.parametrize("place", [0, 1, 2])
 @pytest.mark.parametrize("kind", KINDS)
 def test_ids_that_the_student_lacks_are_among_the_others(kind, place):
-    """Also if they are the teacher's most probable ones."""
+    """They may be the teacher's most probable ids."""
     logits, ids, probs = torch.arange(5.0)[None], [7, 9], [0.4, 0.3]
     ids.insert(place, 2)
     probs.insert(place, 0.2)

@@ -195,7 +195,7 @@ MASK = (torch.arange(5) < torch.tensor(LENGTHS)[:, None]).float()
 
 
 def teacher_tokens() -> dict[str, torch.Tensor]:
-    """Log-probs of the policy and of a teacher, one of which is beyond the bound."""
+    """Log-probs of the policy and of a teacher, one of them beyond the bound."""
     generator = torch.Generator().manual_seed(2)
     own, teacher = -4 * torch.rand(2, 4, 5, generator=generator)
     teacher[1, 2] = -40.0

@@ -2,8 +2,8 @@
 learns.
 
 It finds the model's tokenizer and the dataset as folders in its working directory, under the names that it
-asks the Hugging Face hub for. It continues from a checkpoint, as after an interruption: an adapter that knows
-the format of the answer, because a small random model would never guess it.
+asks the Hugging Face hub for. It continues from a checkpoint, as after an interruption: an adapter that has
+learned the format of the answer, because a small random model would never guess it.
 """
 
 import importlib.util

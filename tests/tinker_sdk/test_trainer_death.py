@@ -1,4 +1,4 @@
-"""A killed trainer is started again. Clients fail with the state to continue from, and go on from it."""
+"""A killed trainer is started again. Clients fail with the state to continue from, and continue."""
 
 import time
 from pathlib import Path

@@ -70,7 +70,7 @@ PARSED = {"rollout_is_threshold", "rollout_rs_threshold"}
 FREE = {"resource_type", "teacher"}
 """Settings that take any text."""
 INFINITE = {"timeout_seconds", "unresponsive_seconds", "max_seconds"}
-"""Time limits of which infinity means none."""
+"""Time limits for which infinity means no limit."""
 
 
 def settings_classes(base: type[Config] = Config) -> Iterator[type[Config]]:

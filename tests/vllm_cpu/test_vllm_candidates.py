@@ -66,7 +66,7 @@ async def test_the_candidates_give_the_logprobs_that_were_sampled_with(
 
 
 async def test_requests_of_one_step_keep_their_own(training: Any) -> None:
-    """Also with a client's own log-probs, a schema, several choices and requests without truncation."""
+    """Some ask for log-probs, a schema, several choices or no truncation."""
     before = len(training.contexts)
     others = [{}, {"logprobs": True, "top_logprobs": 3}, {"n": 3}, {"max_tokens": 3}]
     each = [*SAMPLINGS.values(), *(other | {"top_p": 0.7} for other in others), *others]

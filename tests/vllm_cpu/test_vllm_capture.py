@@ -55,7 +55,7 @@ async def test_logprobs_that_the_agent_asked_for_are_answered_as_captured(bench:
 
 @pytest.mark.parametrize("options", [{"logprobs": True}, {"response_format": {"type": "json_object"}}])
 async def test_an_agent_cannot_send_the_mark_of_recorded_requests(bench: Any, options: dict) -> None:
-    """With it, vLLM would send numbers where arrays are expected."""
+    """The mark would make vLLM send numbers where arrays are expected."""
     answer = await bench.openai.chat.completions.create(
         model="policy",
         messages=HI,

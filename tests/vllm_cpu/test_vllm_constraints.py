@@ -156,7 +156,7 @@ async def test_the_policys_logprobs_follow_weights_that_change_in_flight(bench: 
 
 
 async def test_only_sampled_tokens_have_more_columns() -> None:
-    """In the same step, vLLM gathers the log-probs of prompts, of which it may have any number."""
+    """vLLM gathers the log-probs of prompts, in any number, in the same step."""
 
     from vllm.sampling_params import SamplingParams
     from vllm.v1.outputs import LogprobsTensors
@@ -254,7 +254,7 @@ async def test_allowed_tokens_stay_with_their_request_when_rows_move() -> None:
 async def test_each_way_to_end_or_constrain_has_the_policys_logprobs(
     bench: Any, settings: dict[str, Any]
 ) -> None:
-    """At a temperature, compared with plain transformers over the whole vocabulary."""
+    """Log-probs at a temperature are compared with plain transformers over the whole vocabulary."""
     await ask(bench, temperature=0.8, seed=1, **settings)
     sample = bench.sample
     recorded = sample.policy_logprobs or sample.logprobs

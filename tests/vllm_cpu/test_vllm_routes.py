@@ -44,7 +44,7 @@ def check(bench: Bench, since: int, samples: int, model: Any = None) -> None:
 
 
 async def test_the_routes_of_prompts_and_answers_are_recorded(mixture: Bench) -> None:
-    """With a cached prompt, several choices, streams, and requests that are computed together."""
+    """Requests have a cached prompt, several choices or streams, or are computed together."""
     since = len(mixture.contexts)
     await complete(mixture, PREFIX, 20)
     continued = [*mixture.sample.token_ids.tolist(), 7, 9]

@@ -79,7 +79,7 @@ def check_logprobs(sampler: Any, client: Any) -> None:
 
 
 def test_two_tenants_sample_what_they_learned_from_vllm(tmp_path: Path) -> None:
-    """Samplers keep their weights while training goes on, and more of them are used than vLLM holds."""
+    """Samplers keep their weights while training continues, and more of them are used than vLLM holds."""
     import tinker
 
     model = build_model("qwen3", tmp_path / "model", initializer_range=0.3)

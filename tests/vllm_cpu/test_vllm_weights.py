@@ -158,7 +158,7 @@ async def test_an_update_that_was_broken_off_is_repaired_by_the_next_one(
 
 
 async def test_a_version_without_weights_keeps_those_before(bench: Any, learner: Any) -> None:
-    """So a simulated learner publishes."""
+    """A simulated learner publishes such versions."""
     await load_weights(bench.engine, next(bench.versions), change(learner, 12))
     old, new = bench.engine.version, next(bench.versions)
     tasks, contexts = await in_flight(bench, 2, 200)

@@ -67,7 +67,7 @@ async def test_a_call_that_hangs_is_counted_until_it_returns() -> None:
 
 
 async def test_a_call_that_returns_in_the_moment_of_its_cancellation_is_not_counted() -> None:
-    """Else the count would never go down again."""
+    """Counting it would never be undone."""
     threads, returned = AgentThreads(), threading.Event()
     loop = asyncio.get_running_loop()
     call = asyncio.create_task(threads.run(returned.set))

@@ -11,7 +11,7 @@ from raylight.errors import CheckpointError, DiskError
 
 
 class SafetensorError(Exception):
-    """As safetensors raises it."""
+    """An error with the name of safetensors' own."""
 
 
 def full(path: str | None = "/some/file") -> OSError:
@@ -19,7 +19,7 @@ def full(path: str | None = "/some/file") -> OSError:
 
 
 def nested() -> RuntimeError:
-    """As torch.save raises it: an error about its own position, while an OSError is handled."""
+    """Return torch.save's error: about its own position, raised while an OSError is handled."""
     error = RuntimeError("[enforce fail at inline_container.cc:672] . unexpected pos 2752 vs 2646")
     error.__context__ = full(None)
     return error

@@ -1,4 +1,4 @@
-"""Atomic writes: the old content or the new one, also when a write raises or its process is killed."""
+"""Atomic writes: the old content or the new one, even when a write raises or its process is killed."""
 
 import os
 import subprocess

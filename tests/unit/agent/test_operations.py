@@ -375,7 +375,7 @@ def test_a_tracer_hangs_libraries_below_the_operation(tracer: OtelTracer) -> Non
             emit_message("m")
         parent = otel_context.get_current()
         thread = threading.Thread(target=lambda: sdk().start_span("elsewhere", context=parent).end())
-        thread.start()  # it knows only OpenTelemetry's context
+        thread.start()  # it has only OpenTelemetry's context
         thread.join()
     by_name = {span.name: span for span in trace.spans}
     assert len(by_name) == len(trace.spans) == 5

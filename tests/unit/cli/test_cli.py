@@ -82,7 +82,7 @@ def test_the_address_arrives(tmp_path: Path, addresses: list[Any], address: str 
 def test_a_server_has_the_engine_that_was_asked_for(
     monkeypatch: pytest.MonkeyPatch, command: str, options: str, expected: Any
 ) -> None:
-    """What was not given follows the cluster."""
+    """Settings that are not given follow the cluster."""
     engines: list[EngineConfig] = []
     take = lambda model, engine, *args, **settings: engines.append(engine)  # noqa: E731
     monkeypatch.setattr("raylight.trainer.runs.serve_model.serve_model", take)
@@ -112,7 +112,7 @@ def test_scale_needs_a_number() -> None:
 
 
 def test_a_pipe_shows_each_line_at_once(addresses: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    """A server prints its address, and goes on."""
+    """A server prints its address, and keeps running."""
     reading, writing = os.pipe()
     with open(reading) as pipe, open(writing, "w") as output:
         monkeypatch.setattr(sys, "stdout", output)

@@ -212,7 +212,7 @@ def test_prints_what_is_missing_last_and_whole():
 
 @pytest.fixture
 def left(monkeypatch) -> list[Leftover]:
-    """What ended runs left; a test adds to it, and `remove` takes from it."""
+    """Leftovers of ended runs; a test adds to them, and `remove` takes them away."""
     found: list[Leftover] = []
 
     def remove(leftover: Leftover) -> bool:

@@ -7,7 +7,7 @@ from raylight.types import TokenSets
 
 
 def test_tokens_that_a_bias_bans_are_no_candidates_of_a_truncated_row() -> None:
-    """The first row keeps the 4 most probable tokens, two of which a bias leaves at e^-100."""
+    """The first row keeps the 4 most probable tokens; a bias leaves two of them at e^-100."""
     logits = torch.zeros(3, 40)
     logits[0, 4:] = -torch.inf
     logits[0, 2:4] = -100.0

@@ -1,7 +1,7 @@
 """MCP server over stdio of the standard library alone, which starts in a few milliseconds.
 
 Its first argument says how it misbehaves: "" not at all, "garbage" (writes no JSON), "mute" (answers
-nothing), "deaf" (goes on when its standard input is closed).
+nothing), "deaf" (keeps running when its standard input is closed).
 """
 
 import json

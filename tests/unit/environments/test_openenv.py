@@ -1,4 +1,4 @@
-"""OpenEnv agents against a server that speaks the protocol, or breaks it."""
+"""OpenEnv agents against a server that follows the protocol, or breaks it."""
 
 import asyncio
 import contextlib

@@ -44,7 +44,7 @@ def test_the_weakest_leaves_and_the_newest_stays() -> None:
 
 
 def test_ratings_follow_elo() -> None:
-    """By hand, https://en.wikipedia.org/wiki/Elo_rating_system: 1500 against 1500, 1400 against 1800."""
+    """Hand-made values, https://en.wikipedia.org/wiki/Elo_rating_system: 1500 v. 1500, 1400 v. 1800."""
     assert expected_score(0.0, 0.0) == 0.5
     assert expected_score(1400.0, 1800.0) == pytest.approx(1 / 11)
     pool = filled(SelfPlay(every=1, rating=32.0, win_reward=2.0, loss_reward=-2.0), 1)

@@ -114,7 +114,7 @@ timeout_sec = 5
 
 
 def make_steps(folder: Path, toml: str = STEPS) -> Path:
-    """Write a task of two steps, the second of which has separate tests."""
+    """Write a task of two steps; the second step has separate tests."""
     make_task(folder, toml)
     (folder / "instruction.md").unlink()
     for name in ("first", "second"):

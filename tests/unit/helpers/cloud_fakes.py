@@ -60,7 +60,7 @@ class WithAio:
 
 
 class InvalidError(Exception):
-    """As modal.exception.InvalidError."""
+    """Fake of modal.exception.InvalidError."""
 
 
 def fake_modal(cloud: FakeCloud) -> dict[str, Any]:
@@ -131,7 +131,7 @@ def fake_modal(cloud: FakeCloud) -> dict[str, Any]:
 
 
 class DaytonaAuthenticationError(Exception):
-    """As daytona.DaytonaAuthenticationError."""
+    """Fake of daytona.DaytonaAuthenticationError."""
 
 
 def fake_daytona(cloud: FakeCloud) -> dict[str, Any]:
@@ -175,7 +175,7 @@ def fake_daytona(cloud: FakeCloud) -> dict[str, Any]:
 
 
 class AuthenticationException(Exception):
-    """As e2b.AuthenticationException."""
+    """Fake of e2b.AuthenticationException."""
 
 
 def fake_e2b(cloud: FakeCloud) -> dict[str, Any]:
@@ -209,7 +209,7 @@ def fake_e2b(cloud: FakeCloud) -> dict[str, Any]:
 
 
 class SandboxWarmPoolNotFoundError(RuntimeError):
-    """As k8s_agent_sandbox.exceptions.SandboxWarmPoolNotFoundError."""
+    """Fake of k8s_agent_sandbox.exceptions.SandboxWarmPoolNotFoundError."""
 
 
 def fake_kubernetes(cloud: FakeCloud) -> dict[str, Any]:

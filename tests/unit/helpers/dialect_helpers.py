@@ -27,7 +27,7 @@ class Say:
     reasoning: str | None = None
     calls: list[dict[str, Any]] = field(default_factory=list)
     finish: str | None = None
-    """By default the one that fits the answer."""
+    """Finish reason; None: the one that fits the answer."""
     stop_word: str | None = None
     status: int = 200
     error: Any = None

@@ -124,7 +124,7 @@ def call_of(rollout: Rollout, call_id: str | None = None) -> CallKey:
 
 
 def conversation_of(rollout: Rollout) -> list[Generation]:
-    """Return the calls of a rollout, of which each continues the one before."""
+    """Return the calls of a rollout, each of which continues the previous one."""
     calls, tokens = [], list(range(rollout.input % 50 + 20))
     for turn in range(4):
         key = call_of(rollout, f"call-{turn}")

@@ -56,7 +56,7 @@ class Try:
         return max(self.start + (self.rollout.config.timeout_seconds or 1e99), self.timeout_from)
 
     def what_ended(self, end: tuple[float, str, bool], now: float) -> tuple[float, str, bool]:
-        """If its lease ended first, it is lost; of its other limits, the most severe one counts."""
+        """Return the end that counts: lost if its lease ended first, else by the most severe limit."""
         when, how, infrastructure = end
         if self.timeout_at() <= now:
             return when, "failed" if infrastructure else "timeout", infrastructure

@@ -81,7 +81,7 @@ class World:
         self.faults: dict[int, int] = {}
         """Updates, counted from 0, that fail so often."""
         self.faulty_saves: set[int] = set()
-        """Versions of weights of which a state is lost once while it is saved, with the learners."""
+        """Versions of weights whose state is lost once while it is saved, with the learners."""
         self.models, self.faulty_models = 0, set[int]()
         """Number of models that were saved, and numbers of those at which the learners are lost."""
         self.stranded_at: set[int] = set()
@@ -317,7 +317,7 @@ class FakeRun(PolicyComponents):
         self._components: list[Any] = [self, self.endpoints]
 
     def watches(self) -> list[Any]:
-        """As runners."""
+        """Return the awaitables that stand in for runners."""
         return [self._run_agents()]
 
     async def _run_agents(self) -> None:

@@ -16,7 +16,7 @@ from raylight.types import Span
 
 
 def chat(answers: list[str], reward: float | None) -> GroupRollout:
-    """A conversation of these answers, each of which is a call with as many tokens as characters."""
+    """A conversation of these answers; each is a call with as many tokens as characters."""
     item = make_finished(reward)
     rollout_id = item.rollout.rollout_id
     messages: list[dict[str, str]] = []

@@ -80,7 +80,7 @@ async def test_the_hooks_of_the_end_come_after_any_end(agent: Any, status: str) 
 
 
 async def test_the_hooks_of_the_end_come_also_when_the_attempt_is_cancelled() -> None:
-    """Else what a hook opened for the attempt (a sandbox, say) would stay open."""
+    """They close what a hook opened for the attempt, such as a sandbox."""
     diary, agent = Diary(), Endless()
     running = asyncio.create_task(run_attempt(agent.run, hooks=[diary]))
     async with within():

@@ -1,5 +1,4 @@
-"""How an attempt ended: what an agent may return, whose fault an exception is, and how a failure is
-described."""
+"""Ends of attempts: values that an agent may return, the fault of an exception, descriptions of failures."""
 
 import collections
 import re

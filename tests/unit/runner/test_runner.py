@@ -331,7 +331,7 @@ async def test_a_limit_that_an_agent_lowered_is_raised_again(store: StoreClient)
 async def test_a_runner_whose_limits_stay_low_is_replaced_at_once(
     store: StoreClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As root could raise them again."""
+    """Only root could raise them again."""
 
     def refuse(limit: int, values: tuple[int, int]) -> None:
         raise ValueError("not allowed to raise maximum limit")

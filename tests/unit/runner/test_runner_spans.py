@@ -1,4 +1,4 @@
-"""What a runner brings to the store: every span to its own attempt, all of them before the attempt is
+"""Spans that a runner sends to the store: each to its own attempt, all of them before the attempt is
 decided."""
 
 import asyncio
@@ -133,7 +133,7 @@ async def test_a_task_of_an_attempt_that_outlives_it_changes_nothing_of_the_next
     assert [(item.reward, len(item.spans)) for item in found] == [(0.0, 1), (1.0, 1)]
 
 
-# in batches, while the attempt goes on
+# in batches, while the attempt runs
 
 
 async def test_spans_are_in_the_store_while_the_attempt_goes_on(
@@ -207,7 +207,7 @@ async def test_everything_is_in_the_store_when_the_rollout_is_decided(store: Sto
 
 
 async def test_a_late_span_of_a_thread_is_counted_and_never_half_there(store: StoreClient) -> None:
-    """A thread that goes on after its timeout: each of its spans is in the store, or counted as dropped."""
+    """A thread that runs on after its timeout: each of its spans is in the store, or counted as dropped."""
     leave, stop, emitted = threading.Event(), threading.Event(), []
 
     def agent(task: int) -> None:

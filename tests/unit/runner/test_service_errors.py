@@ -1,4 +1,4 @@
-"""Whose fault an exception of an agent is: its own, or that of a service that it called."""
+"""Exceptions of an agent: its own fault, or the fault of a service that it called."""
 
 import asyncio
 import threading

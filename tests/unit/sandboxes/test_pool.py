@@ -51,7 +51,7 @@ async def log() -> list[str]:
 
 
 async def turns() -> None:
-    """Let every task go on until it waits."""
+    """Let every task run until it waits."""
     for _ in range(10):
         await asyncio.sleep(0)
 

@@ -20,9 +20,9 @@ from raylight.serving.dialects.responses import ResponseHistory
 
 CAPACITY = 2**18
 MORE = 4
-"""What is kept would take this many times the capacity."""
+"""The kept items would take this many times the capacity."""
 SLACK = 1.3
-"""Memory in proportion to what is counted."""
+"""Memory in proportion to the counted bytes."""
 HEADERS = [(f"x-header-{n}".encode(), b"some value of usual length") for n in range(8)]
 
 

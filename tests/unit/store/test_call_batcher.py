@@ -104,7 +104,7 @@ async def test_errors_are_answered_again_too(box: Box) -> None:
 
 
 async def test_every_kind_of_message_may_come_twice(box: Box) -> None:
-    """And is carried out once: the answer is the same, and nothing in the file changes."""
+    """The second is not carried out: the answer is the same, and nothing in the file changes."""
     request = request_row(EnqueueRolloutRequest(input=1, rollout_id="mine"))
     ((is_new, first),) = await box.service.enqueue([request])
     assert is_new

@@ -214,8 +214,7 @@ def sqlite_locks(path: Path) -> int:
 
 
 async def test_who_is_refused_or_goes_does_not_let_go_of_the_others_locks(tmp_path: Path) -> None:
-    """Else the next one that closes the file takes itself for the last, and removes the log that the others
-    still write."""
+    """Without the locks, the next one that closes the file removes the log that the others still write."""
     path = tmp_path / "s.db"
     async with open_box(path) as box:
         await box.take()

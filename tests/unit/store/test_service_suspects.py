@@ -269,7 +269,7 @@ async def test_a_poison_fails_and_its_neighbours_succeed(
 
 @pytest.mark.parametrize("slots", [4, 21])
 async def test_suspects_do_not_pay_for_a_poison_that_nobody_suspects_yet(box: Box, slots: int) -> None:
-    """As where a machine went down with twenty healthy rollouts, and a poison waits in the queue."""
+    """A machine went down with twenty healthy rollouts, and a poison waits in the queue."""
     ids = await suspects(box, 20)
     (poison,) = await box.enqueue()
     deaths = 0

@@ -247,7 +247,7 @@ def test_a_checkpoint_of_another_rank_is_refused(trainer: LoraTrainer) -> None:
 
 
 def test_an_adapter_that_is_not_there_is_lost(trainer: LoraTrainer) -> None:
-    """As after a restart of the trainer's process."""
+    """A restart of the trainer's process loses it."""
     batch = make_batch("cross_entropy")
     calls = [
         lambda: trainer.forward_backward("a", batch, True),

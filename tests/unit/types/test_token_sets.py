@@ -15,7 +15,7 @@ from raylight.types.token_sets import BITS
 
 
 def masks(seed: int, positions: int, vocabulary: int) -> NDArray[np.bool_]:
-    """Masks of which some exclude nothing, some much and some little."""
+    """Masks that exclude nothing, much or little."""
     generator = np.random.default_rng(seed)
     found = generator.random((positions, vocabulary)) < generator.choice([0.02, 0.5, 1.0], (positions, 1))
     found[:, 0] = True

@@ -1,4 +1,4 @@
-"""Who is admitted, and the policy that every answer has."""
+"""Admission of clients, and the policy that every answer has."""
 
 import httpx2 as httpx
 import pytest

@@ -1,4 +1,4 @@
-"""What a run's directory tells: cards, settings, metrics that grow, and its status."""
+"""Contents of a run's directory: cards, settings, metrics that grow, and its status."""
 
 import fcntl
 import json

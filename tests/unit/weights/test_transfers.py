@@ -372,7 +372,7 @@ async def test_a_received_version_is_never_issued_again_after_a_restart(returns:
 
 
 async def test_a_sender_notices_after_a_restart_that_its_publication_has_ended() -> None:
-    """Otherwise it waits for replicas that lack the version, and there will be none."""
+    """It would wait for ever for replicas that lack the version."""
     coordinator = Coordinator()
     async with running(coordinator, "a"):
         await publish_weights(coordinator, 1)

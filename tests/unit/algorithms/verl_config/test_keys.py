@@ -315,8 +315,8 @@ def test_any_other_value_of_such_a_key_is_an_error() -> None:
 
 
 def test_verls_default_does_not_hold_for_an_unset_key_with_an_own_default() -> None:
-    """Else raylight would compile, choose a tool parser regardless of the model, or name a folder after an
-    example."""
+    """The defaults of verl would compile, choose a tool parser regardless of the model, or name a folder
+    after an example."""
     settings = VERL(BASE)._resolution.settings
     own_defaults = {key for key, rule in KEYS.items() if rule.own_default}
     assert not own_defaults & {setting.key for setting in settings.values()}

@@ -55,7 +55,7 @@ class DirectEngine:
 
 @pytest.mark.parametrize("tokens", [4096, 200, 1])
 def test_scores_are_those_of_plain_transformers(model: str, expected: list[float], tokens: int) -> None:
-    """In one padded batch, in several, and one by one."""
+    """Conversations are scored in one padded batch, in several, and one by one."""
     scorer = ConversationScorer(DirectEngine(Classifier(model, "float32", "cpu", tokens)))
     scored = asyncio.run(scorer.score([RewardModelInput(one) for one in CONVERSATIONS], truncate=False))
     assert [one.score for one in scored] == pytest.approx(expected, abs=1e-5)

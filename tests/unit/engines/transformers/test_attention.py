@@ -33,7 +33,7 @@ SERVED: dict[str, dict[str, Any]] = {
 async def test_logprobs_equal_plain_transformers(
     model_type: str, tmp_path: Path, make_engine: MakeEngine
 ) -> None:
-    """Also of equal prompts, which are computed once, and after other sequences have left their slots."""
+    """Equal prompts are computed once, and other sequences have left their slots before."""
     path = build_model(model_type, tmp_path, **SERVED[model_type])
     plain = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
     sizes = [(3, 2), (30, 12), (11, 4), (30, 9), (30, 12)]

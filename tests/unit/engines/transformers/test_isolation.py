@@ -108,7 +108,7 @@ def raise_for_broken(function: Callable[..., Any], error: BaseException, has: Ca
 async def check_others(
     engine: TransformersEngine, alone: list[list[int]], prompt: tuple[int, ...] = (5, 6)
 ) -> None:
-    """Check that the broken sequence alone fails, and that the engine goes on.
+    """Check that the broken sequence alone fails, and that the engine keeps running.
 
     Args:
         prompt: prompt of the broken sequence.
@@ -153,7 +153,7 @@ async def test_a_prompt_that_breaks_its_prefill(sound: Any) -> None:
 
 
 class Panic(BaseException):
-    """As a panic of the tokenizer's Rust code, no `Exception`."""
+    """A panic of the tokenizer's Rust code, which is not an `Exception`."""
 
 
 async def test_a_panic_after_a_token(sound: Any) -> None:

@@ -163,7 +163,7 @@ def test_the_likeliest_tokens_are_told_in_order_and_of_the_processed_distributio
 
 
 def adjusted(**settings: Any) -> torch.Tensor:
-    """Logits of tokens 0 to 3, of which 0 is in the prompt, 1 in the output twice, 3 ends a response."""
+    """Logits of tokens 0 to 3: 0 is in the prompt, 1 twice in the output, 3 ends a response."""
     logits = torch.tensor([[1.0, -2.0, 3.0, 4.0]])
     return adjust_logits(logits, [SamplingParams(1, **settings)], [(np.array([0], np.int32), [1, 1])], [3])[0]
 

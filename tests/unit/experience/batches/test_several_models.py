@@ -27,7 +27,7 @@ def emitted(value: float, at: float) -> Span:
 
 
 def play(calls: list[str], reward: float | None, group: str = "g", **more: Any) -> FinishedRollout:
-    """A rollout with a call of two tokens of each of these models, none of which continues another."""
+    """A rollout with a call of two tokens by each of these models; no call continues another."""
     item = make_finished(reward, group=group, calls=0, **more)
     generations = [
         replace(

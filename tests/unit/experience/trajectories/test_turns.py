@@ -79,7 +79,7 @@ def test_states_are_named_by_the_agent_or_by_their_prompts() -> None:
         build([played(1.0, prompts, {0.5: "a", 1.9: {"y": 1, "x": 2}}), played(0.0, prompts)])[0].turns,
         states(build([played(1.0, prompts), played(0.0, [[3]])])[0]),
     )
-    # a key is of the next call only, and of the first call if it came before it
+    # a key belongs to the next call only, or to the first call if it came before it
     assert [turn.state for turn in named[:4]] == [
         named[4].state,
         "key a",
@@ -132,7 +132,7 @@ def test_turns_with_the_same_number_are_compared() -> None:
 
 
 def test_turns_have_their_rewards_and_their_tokens() -> None:
-    """The calls of the first rollout grow one row; the second has two rows, one of which is too long."""
+    """The calls of the first rollout grow one row; the second has two rows, one of them too long."""
     first = played(1.0, [[1, 2], [1, 2, 9, 5]], emitted={1.5: 0.25}, grades={0: 0.5, 1: 0.125, 7: 9.0})
     second = played(2.0, [[1, 2, 3, 4, 5, 6], [1, 2]])
     batch, _ = build([first, second], row_limit=6, long_rows="drop")

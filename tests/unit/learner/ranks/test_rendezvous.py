@@ -35,7 +35,7 @@ def test_the_interface_is_found_by_the_address_of_the_node() -> None:
 
 @pytest.mark.parametrize(("store", "gloo"), [("127.0.0.1", "lo"), ("10.0.0.7", "eth0")])
 def test_other_nodes_reach_the_groups_of_nccl(store: str, gloo: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also if all ranks are on one node: engines on others join a group for the weights."""
+    """All ranks may be on one node: engines on others join a group for the weights."""
     monkeypatch.setattr(rendezvous.ray.util, "get_node_ip_address", lambda: "10.0.0.7")
     found = {"127.0.0.1": "lo", "10.0.0.7": "eth0"}
     monkeypatch.setattr(rendezvous, "find_interface", lambda address, variable: found[address])

@@ -17,7 +17,7 @@ PENALTIES = Penalties(repetition=1.3, presence=0.4, frequency=-0.2)
 
 
 def make_rows() -> list[TrainRow]:
-    """Rows of two calls each, of which the second is penalised in one and the first in another."""
+    """Rows of two calls each; one row penalises its second call, another its first."""
     torch.manual_seed(0)
     found = []
     for number, (prompt, mask) in enumerate([(3, [1, 1, 1, 0, 0, 1, 1, 1, 1]), (4, [1, 1, 1, 1]), (2, [1])]):

@@ -730,7 +730,7 @@ class Replicas:
         return await self.store.chat_history(rollout_id, attempt_id)
 
     async def talk(self, attempt: AttemptScope, *order: int, edit: str = "") -> None:
-        """The store has each answer before the agent goes on; the fake engine samples codes of letters."""
+        """The store has each answer before the agent continues; the fake engine samples codes of letters."""
         for turn, replica in enumerate(order):
             self.apps[replica].answer = f"answer {len(self.messages)}"
             recorder = Recorder(self.store.capture)

@@ -156,7 +156,7 @@ def test_a_serve_on_loopback_does_not_fit_a_cluster_that_grows(
 def test_fewer_connections_than_rollouts_are_a_warning(
     connections: int | None, nodes: int, warned: bool, cluster: Cluster, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Of two nodes, one may run all rollouts, and a node other than the head gets half of the connections."""
+    """One of two nodes may run all rollouts, and a node other than the head gets half of the connections."""
     cluster.address, cluster.connections, cluster.nodes = ("0.0.0.0", 8123), connections, nodes
     make(rollouts=100)._deploy()
     assert ("up to 100 rollouts" in caplog.text and "ulimit -n 1000" in caplog.text) == warned

@@ -1,4 +1,4 @@
-"""What ended runs left on a machine: found and removed; what is alive is left alone."""
+"""Leftovers of ended runs on a machine are found and removed; live processes and folders stay."""
 
 import os
 import socket
@@ -90,7 +90,7 @@ def test_what_is_alive_stays(folder: Path, raylet: set[str]) -> None:
 
 @pytest.mark.parametrize("kind", [socket.SOCK_STREAM, socket.SOCK_DGRAM])
 def test_a_socket_that_accepts_is_alive(kind: socket.SocketKind, folder: Path, raylet: set[str]) -> None:
-    """As of a container that shares the file system."""
+    """It may belong to a container that shares the file system."""
     path = make_folder(folder) / ("metrics.sock" if kind == socket.SOCK_DGRAM else "admin.sock")
     with socket.socket(socket.AF_UNIX, kind) as server:
         server.bind(str(path))

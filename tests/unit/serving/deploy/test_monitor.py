@@ -226,7 +226,7 @@ async def test_a_store_that_restarts_before_the_end_of_an_outage_loses_what_ran_
 async def test_the_end_of_an_outage_is_reported_though_a_confirmation_is_cancelled(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Otherwise no rollout would ever run again."""
+    """Without the report, no rollout would ever run again."""
     box, monitor = world.box, world.monitor
     report, ending = box.store.report_outage, asyncio.Event()
 

@@ -1,4 +1,4 @@
-"""Every way in which people write a base URL reaches the route; any other path is told the routes."""
+"""Every way to write a base URL reaches the route; the error for any other path lists the routes."""
 
 import openai
 import pytest

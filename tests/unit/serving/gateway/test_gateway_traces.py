@@ -158,7 +158,7 @@ async def test_a_key_that_does_not_fit_stores_nothing(site: Site, where: str, ke
 
 
 async def test_an_exporter_is_told_to_come_back_while_the_store_is_down(site: Site) -> None:
-    """In the shape of OTLP, not in that of a dialect."""
+    """The answer has the form of OTLP, not of a dialect."""
     rollout = await site.store.start_rollout(1)
     site.lost = True
     answer = await site.post(TRACES, SECRET, [a_span("x")], **keyed(rollout))

@@ -355,7 +355,7 @@ async def test_a_budget_truncates_a_session() -> None:
 
 
 async def test_a_run_that_gave_a_session_up_says_so(server: Server, session: dict[str, Any]) -> None:
-    """As after a resume with other settings."""
+    """A resume with other settings may give it up."""
     await server.box.store.cancel_rollout("run-train-0-0")
     answer = await server.reward(session, reward=1.0)
     assert (answer.status_code, "it is cancelled" in message(answer)) == (409, True)

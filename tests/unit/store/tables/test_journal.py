@@ -142,7 +142,7 @@ async def test_a_full_disk_is_an_error_and_the_store_goes_on_when_there_is_room_
 
 @pytest.mark.parametrize("moved", [False, True], ids=["removed", "replaced"])
 async def test_a_file_that_is_removed_during_the_run_is_an_error(tmp_path: Path, moved: bool) -> None:
-    """SQLite itself goes on with the removed file, and all that it records would be lost."""
+    """SQLite itself would continue with the removed file, and lose all that it records."""
     async with open_box(tmp_path / "s.db") as box:
         rollout = await box.take()
         (tmp_path / "s.db").rename(tmp_path / "away.db")
@@ -319,7 +319,7 @@ async def test_what_was_acknowledged_before_a_kill_is_there_once(tmp_path: Path)
 
 
 async def finish_the_rest(box: Box, ids: list[str]) -> None:
-    """The run goes on: what nobody works on any more comes back, and the oldest waiting is first."""
+    """The run continues: abandoned rollouts come back, and the oldest waiting one is first."""
     box.clock.now = 9e9  # the writers used the real time
     await box.service.expire()
     waiting = await box.store.query_rollouts(status_in=["queuing"])

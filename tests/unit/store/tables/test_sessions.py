@@ -111,7 +111,7 @@ async def test_calls_and_heartbeats_keep_a_session(box: Box) -> None:
 
 
 async def test_a_late_reward_decides_an_expired_session(tmp_path: Path) -> None:
-    """Also after a restart of the store, which has it in its file."""
+    """It does so even after a restart of the store, which has it in its file."""
     async with open_box(tmp_path / "s.db") as box:
         await offer(box, 1)
         session = await begin(box)

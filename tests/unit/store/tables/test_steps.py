@@ -37,7 +37,7 @@ async def test_steps_survive_the_store(tmp_path: Path) -> None:
 async def test_a_step_is_recorded_once_all_commits_are_on_the_disk(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What it trains on must not be lost with the power after its training state is saved."""
+    """A power loss after its training state is saved must not lose what it trains on."""
     synced: list[str] = []
     monkeypatch.setattr(os, "fsync", lambda handle: synced.append(os.readlink(f"/proc/self/fd/{handle}")))
     service = StoreService(tmp_path / "store.db", StoreConfig())

@@ -439,7 +439,7 @@ def test_learners_and_engines_take_turns_on_all_cores_or_share_them(
 def test_a_fixed_model_has_a_gpu_or_all_cores(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, gpus: int, kind: str, given: Any, expected: Any
 ) -> None:
-    """So do `raylight serve`, `raylight eval` and prompt optimisation."""
+    """`raylight serve`, `raylight eval` and prompt optimisation serve one."""
     (tmp_path / "config.json").write_text(json.dumps({"max_position_embeddings": CONTEXT}))
     monkeypatch.setattr(cluster_settings, "count_parameters", lambda folder: 135_000_000)
     engine = EngineConfig(kind=kind, **given)

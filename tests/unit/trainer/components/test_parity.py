@@ -125,7 +125,7 @@ def test_an_engine_that_follows_passes_for_ever(
 def test_an_engine_that_drops_updates_is_found(
     precision: tuple[float, float, float], found_at: float, share: float
 ) -> None:
-    """As soon as the learner has moved a few times as far as engines differ anyway: far below the
+    """It is found when the learner has moved a few times as far as engines differ anyway: far below the
     tolerance in float32, and far below a nat in half precision."""
     noise, step, tolerance = precision
     sides, watch = Sides(noise, step), ParityMonitor(1e3 * tolerance)
@@ -155,7 +155,7 @@ def logprobs_of(module: Any, ids: list[int]) -> list[float]:
 
 
 def step(module: Any, size: float) -> None:
-    """As an update of the learner might."""
+    """Change the weights as an update of the learner might."""
     with torch.no_grad():
         for parameter in module.parameters():
             parameter += size * torch.randn_like(parameter)

@@ -95,7 +95,7 @@ async def test_the_work_ends_with_its_own_error_or_with_that_of_a_component(
 
 @pytest.mark.parametrize("turns", range(6))
 async def test_work_and_a_component_that_fail_together_raise_an_error(turns: int) -> None:
-    """At every moment around the component's failure, neither is taken for a cancellation."""
+    """Neither is taken for a cancellation, at any moment around the component's failure."""
     task = asyncio.current_task()
     assert task is not None
 

@@ -80,7 +80,7 @@ async def test_engines_sleep_during_an_update() -> None:
 
 
 async def test_a_replica_that_dies_during_an_update_is_replaced_after_it() -> None:
-    """Its replacement takes memory once the learners hold still; the engines wake, and the run goes on."""
+    """Its replacement takes memory once the learners hold still; the engines wake, and the run continues."""
     coordinator, learners = ReplicaCoordinator(replacement_timeout_s=60.0), make_learners(0.6, 0.4)
     learners.replicas = CoordinatorClient(coordinator, replacement_timeout_s=60.0)
     entering: list[asyncio.Future[bool]] = []

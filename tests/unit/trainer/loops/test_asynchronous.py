@@ -105,7 +105,7 @@ def test_learners_leave_nodes_that_drain(stale: str, tmp_path: Path, monkeypatch
 def test_a_driver_that_dies_with_a_full_buffer_loses_nothing(
     deaths: list[int], stale: str, tmp_path: Path
 ) -> None:
-    """What was finished is trained and not sampled again, and what was not is sampled."""
+    """Finished rollouts are trained and not sampled again, and the others are sampled."""
     world = world_of(tmp_path / "a", 2, seed=len(deaths))
     for death in deaths:
         asyncio.run(live(world, die_after=death, **settings_of(world, stale)))
@@ -132,7 +132,7 @@ def test_learners_that_are_lost_come_to_where_they_were(
 @every_mode
 @pytest.mark.parametrize("seed", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_groups_that_an_outage_affects_are_sampled_again(seed: int, stale: str, tmp_path: Path) -> None:
-    """Also those that are being read, and those that the next step drops."""
+    """Groups that are being read, or that the next step drops, are among them."""
     world = world_of(tmp_path / "a", 1, seed)
     world.outages_at = {4, 8, 11, 13}
     rows = asyncio.run(live(world, **settings_of(world, stale)))
@@ -195,7 +195,7 @@ def test_learners_that_are_lost_while_a_step_is_recorded(
 def test_rollouts_of_an_evaluation_are_in_progress_too(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Otherwise their load of the engines would be taken for the load of a few rollouts."""
+    """The engines' load counts them; the limit would take it for the load of a few rollouts."""
     groups: list[TrainingGroups] = []
     load, run_agent = TrainingGroups.load, FakeRun._run_agent
     seen: list[int] = []

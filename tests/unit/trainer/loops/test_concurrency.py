@@ -207,7 +207,7 @@ def test_wrong_arguments():
 
 
 def test_a_limit_at_the_ceiling_follows_it() -> None:
-    """When runners are added or taken away."""
+    """The ceiling moves when runners are added or taken away."""
     concurrency = Concurrency(10)
     concurrency.ceiling = 40
     assert concurrency.limit == 40

@@ -140,7 +140,7 @@ def write_model(folder: Path, number: int) -> None:
 class FakeLearners:
     saved: list[str] = field(default_factory=list)
     elsewhere: bool = False
-    """On a machine whose disk is not ours."""
+    """True on a machine with another disk."""
 
     async def save(self, folder: str, pinned: Any = None) -> None:
         self.saved.append(folder)
@@ -207,7 +207,7 @@ async def test_it_does_nothing_without_tasks_and_not_before_training_unless_want
 
 async def test_calls_of_another_version_than_the_pinned_one_are_told_once(report: Report) -> None:
     evaluator, _ = evaluator_of(report, [0.5] * 3)
-    for version, notes in ((0, 0), (7, 1), (8, 1)):  # the rollouts are of version 0
+    for version, notes in ((0, 0), (7, 1), (8, 1)):  # version 0 sampled the rollouts
         metrics = await evaluator.measure(1, PinnedAdapter({"policy": "policy@step-1"}, version, {}))
         assert metrics["val/reward"] == 0.5
         shown: Any = report._display

@@ -115,7 +115,7 @@ async def test_a_failed_group_reward_is_stored_counted_and_shown_once() -> None:
         ids = await finish_group(box, "a", [0.5, 0.1]) + await finish_group(box, "b", [0.5])
         graded = await GroupGrader(box.store, broken, notes.append).grade_all(await box.store.collect(ids))
         stored = await box.store.collect(ids)
-        for item in (*graded, *stored):  # not the agent's own reward, which is of another scale
+        for item in (*graded, *stored):  # not the agent's own reward, which has another scale
             assert (item.reward, item.rewards, item.graded) == (None, {}, True)
             assert item.grade_error == "ConnectionError: the judge is away"
         assert len(notes) == 1

@@ -17,7 +17,7 @@ from raylight.types import CallKey, Failure, FinishReason, Generation, RolloutCo
 GONE = Failure(kind="infrastructure", error="LeaseExpired: no heartbeat")
 SILENT = Failure(kind="unresponsive", error="Unresponsive: no span or call")
 WAYS = ("succeed", "lose", "fail", "no reward", "abort", "cancel", "vanish", "be late", "come back")
-"""What a rollout may do; each but the first is chosen by one in ten of these."""
+"""Behaviours of a rollout; each but the first is chosen by one in ten of these."""
 
 
 class HostileRun(FakeRun):

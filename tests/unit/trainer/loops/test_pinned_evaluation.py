@@ -85,7 +85,7 @@ def test_an_evaluation_leaves_half_of_the_runners_to_training(
         await run_agent(self, rollout)
 
     async def end(self: StoreClient, rollout: Any, *args: Any, **options: Any) -> Any:
-        running[rollout.mode] -= 1  # the next one may begin as soon as the store knows of the end
+        running[rollout.mode] -= 1  # the next one may begin as soon as the store has the end
         return await finish_attempt(self, rollout, *args, **options)
 
     monkeypatch.setattr(FakeRun, "_run_agent", begin)

@@ -85,7 +85,7 @@ def test_learners_that_are_lost_come_to_where_they_were(
 def test_learners_leave_a_node_that_drains(
     drains_at: dict[int, bool], world: World, undisturbed: tuple, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With a training state of the last step: no update is repeated."""
+    """They save a training state of the last step, so that no update is repeated."""
     removed: list[object] = []
     monkeypatch.setattr(run_learner, "remove_placement_group", removed.append)
     moves, world.drains_at = sum(drains_at.values()), dict(drains_at)

@@ -1,4 +1,4 @@
-"""Self-play in the training loop: the opponents of every step, also after kills of driver and learners."""
+"""Self-play in the training loop: the opponents of every step, even after kills of driver and learners."""
 
 import asyncio
 from pathlib import Path

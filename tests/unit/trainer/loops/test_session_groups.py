@@ -45,7 +45,7 @@ class Outside:
         """Rollouts whose reward was sent to the store, which may not have acknowledged it."""
         self.begun: Counter[str] = Counter()
         self.unanswered = 0
-        """Number of sessions that the store may have begun, of which no driver told the agent."""
+        """Number of sessions that the store may have begun without an answer to the agent."""
         self.fate_of: dict[str, str] = {}
         self.opened = group_size
         """Number of sessions that an agent opens of each second group before it leaves."""
@@ -212,7 +212,7 @@ def test_steps_take_rewarded_sessions(seed: int, stale: str, tmp_path: Path) -> 
     ],
 )
 def test_long_sessions_are_trained(stale: str, least: float, most: float, tmp_path: Path) -> None:
-    """A fifth of the sessions goes on over four updates, twice as many as tokens may be old."""
+    """A fifth of the sessions lasts for four updates, twice as many as tokens may be old."""
     outside = Outside(4, {"rewarded": 4, "long": 1})
     world = world_of(tmp_path / "a", outside)
     world.steps = 24
@@ -262,7 +262,7 @@ class SlowWaitRun(SessionRun):
 
 
 def test_an_outage_while_rewards_are_late(tmp_path: Path) -> None:
-    """The run waits again for all groups, also for those whose sessions have expired."""
+    """The run waits again for all groups, even for groups whose sessions have expired."""
     outside = Outside(11, {"rewarded": 4, "never": 1})
     world = world_of(tmp_path / "a", outside)
     world.run, world.staleness, world.outages_at = SlowWaitRun, 8, {3, 5, 7}

@@ -108,7 +108,7 @@ class LocalRun(FakeRun):
 
 
 MAX_FUNCTIONS = 9
-"""From `Trainer.fit` to `LearnerGroup.update`, both included."""
+"""Functions from `Trainer.fit` to `LearnerGroup.update`, both included."""
 
 
 def test_few_functions_are_between_the_users_call_and_the_learners(
