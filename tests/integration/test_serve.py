@@ -47,7 +47,8 @@ def claude(server: Server) -> Iterator[anthropic.Anthropic]:
 
 def test_it_shows_how_the_engine_reads_the_model(server: Server) -> None:
     line = (
-        "context length: 2048 tokens; chat template: it shows no tools to the model; tool calls: not parsed; "
+        "context length: 2048 tokens; chat template: it shows no tools to the model; "
+        "tool calls: not parsed (the template shows no tools); "
     )
     assert line in server.output
     assert (
