@@ -10,7 +10,8 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from dataclasses import dataclass
-from typing import Any
+
+from raylight.types import Tokenizer
 
 
 @dataclass(frozen=True)
@@ -157,7 +158,7 @@ class Style:
         return "deepseek_r1" if self.reasoning is THINK and not self.takes_tools else None
 
 
-def template_of(tokenizer: object) -> str:
+def template_of(tokenizer: Tokenizer) -> str:
     """Return the text of a tokenizer's chat templates; "" if it has none."""
     templates = getattr(tokenizer, "chat_template", None)
     return "\n".join(templates.values()) if isinstance(templates, dict) else templates or ""
@@ -183,7 +184,7 @@ def find_family(template: str, vocabulary: Collection[str] = (), model_type: str
     )
 
 
-def find_style(tokenizer: object, model_type: str = "", template: str | None = None) -> Style:
+def find_style(tokenizer: Tokenizer, model_type: str = "", template: str | None = None) -> Style:
     """Find how a model writes.
 
     Args:
@@ -199,7 +200,7 @@ def find_style(tokenizer: object, model_type: str = "", template: str | None = N
     return Style(template, family, reasoning, _reason(template, family, model_type), closes)
 
 
-def _prompt_end(tokenizer: Any, template: str) -> str:
+def _prompt_end(tokenizer: Tokenizer, template: str) -> str:
     """Return the end of a short prompt; "" if it cannot be rendered."""
     try:
         text = tokenizer.apply_chat_template(

@@ -19,7 +19,7 @@ import torch
 from cachetools import LRUCache
 
 from raylight.http.errors import RequestError
-from raylight.types import JsonObject
+from raylight.types import JsonObject, Tokenizer
 
 MISSING = (
     "an answer can be constrained to a schema only with xgrammar, which is not installed on this server: "
@@ -67,7 +67,7 @@ class Grammars:
         stop_ids: tokens that end a response.
     """
 
-    def __init__(self, tokenizer: Any, vocab_size: int, stop_ids: Iterable[int]) -> None:
+    def __init__(self, tokenizer: Tokenizer, vocab_size: int, stop_ids: Iterable[int]) -> None:
         self._tokenizer, self._vocab_size, self._stop_ids = tokenizer, vocab_size, list(stop_ids)
         self._compiler: object = None
         self._threads = ThreadPoolExecutor(COMPILING, "grammar")

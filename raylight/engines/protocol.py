@@ -26,13 +26,13 @@ only a constructor and `app`, see `InferenceOnlyEngine`.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from starlette.types import ASGIApp
 
 from raylight.config import EngineConfig
 from raylight.errors import WeightSyncError
-from raylight.types import TopLogprobs
+from raylight.types import Tokenizer, TopLogprobs
 from raylight.weights.protocol import EngineLoad as EngineLoad
 from raylight.weights.protocol import LoraAdapter as LoraAdapter
 from raylight.weights.protocol import SyncedEngine
@@ -70,7 +70,7 @@ class Engine(SyncedEngine, Protocol):
 
     model: str
     """Name under which the model is served."""
-    tokenizer: Any = None
+    tokenizer: Tokenizer | None = None
     """A Hugging Face tokenizer; None if the model's tokens are not known (an upstream model)."""
     max_model_len: int | None = None
     """Longest prompt plus response, in tokens; None if not known."""

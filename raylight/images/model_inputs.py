@@ -23,7 +23,7 @@ from transformers.models.auto.processing_auto import PROCESSOR_MAPPING
 
 from raylight.errors import ImageError
 from raylight.images.image import Image, read_image
-from raylight.types import IntArray
+from raylight.types import IntArray, Tokenizer
 from raylight.types.chat_messages import join_parts
 from raylight.types.images import PlacedImage
 
@@ -310,7 +310,7 @@ def _not_shown(index: int, images: Sequence[Image]) -> ImageError:
     )
 
 
-def _shows_strings(tokenizer: Any) -> bool:
+def _shows_strings(tokenizer: Tokenizer) -> bool:
     """Return True if a chat template shows a content that is a string, and not only lists of parts."""
     probe = "a content"
     try:

@@ -77,6 +77,7 @@ if TYPE_CHECKING:
         Penalties,
         PlacedImage,
         RouteArray,
+        Tokenizer,
         TokenSets,
         TopLogprobs,
         Trajectory,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, fields, replace
-from typing import Any, Literal, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -14,6 +14,9 @@ from raylight.types.json_object import JsonObject
 from raylight.types.rollouts import Rollout
 from raylight.types.spans import Span
 from raylight.types.token_sets import NO_TOKEN_SETS, TokenSets
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 GREEDY_BELOW = 1e-5
 """Temperatures below this limit mean greedy sampling, as in vLLM; dividing logits by them would overflow."""
@@ -27,6 +30,8 @@ AUXILIARY = "auxiliary"
 
 FinishReason = Literal["stop", "length", "aborted"]
 
+Tokenizer: TypeAlias = "PreTrainedTokenizerBase"
+"""A model's tokenizer, with its chat template. Its class takes seconds to import."""
 IntArray: TypeAlias = NDArray[np.int32]
 """Token ids or counts, int32 of shape (tokens,)."""
 VersionArray: TypeAlias = NDArray[np.int64]

@@ -14,6 +14,7 @@ from starlette.types import ASGIApp
 from raylight.config import cpu_threads
 from raylight.engines.protocol import EngineSettings, InferenceOnlyEngine
 from raylight.errors import EngineStartError
+from raylight.types import Tokenizer
 
 BATCH_ROWS, BATCH_WAIT_S = 512, 0.005
 """Most rows that are computed together, and the time for which the first one waits for others. Rows that come
@@ -27,6 +28,7 @@ class RewardModelEngine(InferenceOnlyEngine):
         max_batch_tokens: tokens of one forward pass, padding included.
     """
 
+    tokenizer: Tokenizer
     not_trainable = "a reward model cannot be trained: it takes no weights"
 
     def __init__(self, settings: EngineSettings, *, max_batch_tokens: int) -> None:

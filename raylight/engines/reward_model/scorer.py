@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from raylight.errors import RewardModelError
 from raylight.rewards.scoring_model import RewardModelInput
-from raylight.types import JsonObject
+from raylight.types import JsonObject, Tokenizer
 
 if TYPE_CHECKING:
     from raylight.engines.reward_model.engine import RewardModelEngine
@@ -64,15 +64,16 @@ class ConversationScorer:
         return [ScoredConversation(found.get(index), len(ids)) for index, ids in enumerate(whole)]
 
 
-def conversation_tokens(tokenizer: Any, conversation: RewardModelInput) -> list[int]:
+def conversation_tokens(tokenizer: Tokenizer, conversation: RewardModelInput) -> list[int]:
     """Return the tokens of a conversation, as the chat template of a reward model shows it.
 
     Raises:
         RewardModelError: it has something else than text, or the template rejects it.
     """
     messages = list(map(_for_template, conversation.messages))
+    tools: list[Any] | None = conversation.tools
     try:
-        text = tokenizer.apply_chat_template(messages, tools=conversation.tools, tokenize=False)
+        text = tokenizer.apply_chat_template(messages, tools=tools, tokenize=False)
     except Exception as error:  # a template is the model authors' program and may raise anything
         raise RewardModelError(
             f"the chat template of the reward model rejects a conversation of {len(messages)} messages: "

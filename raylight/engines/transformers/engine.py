@@ -33,7 +33,7 @@ from raylight.http.errors import ContextLengthError, RequestError
 from raylight.http.field_bounds import check_answer_size
 from raylight.images.image import Image
 from raylight.images.model_inputs import ModelImages
-from raylight.types import TopLogprobs
+from raylight.types import Tokenizer, TopLogprobs
 from raylight.types.images import PlacedImage
 from raylight.weights.transports import make_receiver
 
@@ -505,7 +505,7 @@ class FastLinear(torch.nn.Linear):
         return product.view(*input.shape[:-1], len(weight))
 
 
-def _stop_ids(module: Any, tokenizer: Any) -> frozenset[int]:
+def _stop_ids(module: Any, tokenizer: Tokenizer) -> frozenset[int]:
     """Return the ids that end a response: the model's own and the tokenizer's."""
     ids = module.generation_config.eos_token_id
     ids = ids if isinstance(ids, list) else [ids]

@@ -20,7 +20,7 @@ from raylight.engines.transformers.tools import (
     ToolFormat,
 )
 from raylight.errors import ConfigError
-from raylight.types import JsonObject
+from raylight.types import JsonObject, Tokenizer
 
 HARMONY_BODY = "<|message|>"
 HARMONY_ENDS = ("<|end|>", "<|return|>", "<|call|>", "<|start|>")
@@ -77,7 +77,7 @@ class MessageStyle:
 
 
 def find_style(
-    tokenizer: object,
+    tokenizer: Tokenizer,
     tool_parser: str | None,
     reasoning: bool | Literal["auto"],
     model_type: str = "",

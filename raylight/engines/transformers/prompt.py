@@ -91,8 +91,7 @@ def render(engine: TransformersEngine, request: MessagesBody, images: tuple[Imag
     Raises:
         RequestError: the template does not support the messages or the tools, or they are too long.
     """
-    tokenizer: Any = engine.tokenizer
-    template = engine.style.template
+    tokenizer, template = engine.tokenizer, engine.style.template
     if request.tools and "tools" not in template:
         raise RequestError("tools: this model's chat template does not support them")
     variables = dict(request.chat_template_kwargs or {})
@@ -107,7 +106,7 @@ def render(engine: TransformersEngine, request: MessagesBody, images: tuple[Imag
     messages = [_for_template(engine, message) for message in request.messages]
     engine.check_text("".join(map(_text_of, messages)))
     try:
-        text = tokenizer.apply_chat_template(
+        text: Any = tokenizer.apply_chat_template(
             messages,
             tools=[tool.model_dump(exclude_none=True) for tool in request.tools or ()] or None,
             add_generation_prompt=request.add_generation_prompt,

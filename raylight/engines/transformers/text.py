@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import Any
 
+from raylight.types import Tokenizer
+
 Decode = Callable[[list[int]], str]
 
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
@@ -20,8 +22,9 @@ class Vocabulary:
         markers: texts whose special tokens stay in the text.
     """
 
-    def __init__(self, tokenizer: Any, markers: Iterable[str] = ()) -> None:
-        self._decode = getattr(tokenizer, "backend_tokenizer", tokenizer).decode
+    def __init__(self, tokenizer: Tokenizer, markers: Iterable[str] = ()) -> None:
+        backend: Any = getattr(tokenizer, "backend_tokenizer", tokenizer)
+        self._decode: Callable[..., str] = backend.decode
         kept = tuple(markers)
         special = zip(tokenizer.all_special_tokens, tokenizer.all_special_ids, strict=True)
         self._hidden = frozenset(i for token, i in special if not any(token in text for text in kept))

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any, Self
 
 from raylight.errors import DatasetError
-from raylight.types import JsonObject
+from raylight.types import JsonObject, Tokenizer
 from raylight.types.chat_messages import is_reasoning, reasoning_fields, reasoning_of
 
 ROLES = frozenset({"system", "developer", "user", "assistant", "tool"})
@@ -116,7 +116,7 @@ class DemonstrationRow:
         return [position for start, end in self.answers for position in range(start, end)]
 
 
-def render_demonstration(tokenizer: object, demonstration: Demonstration, source: str) -> str:
+def render_demonstration(tokenizer: Tokenizer, demonstration: Demonstration, source: str) -> str:
     """Return the text of a whole conversation, as the chat template of a tokenizer renders it.
 
     Args:
@@ -129,7 +129,7 @@ def render_demonstration(tokenizer: object, demonstration: Demonstration, source
 
 
 def demonstration_rows(
-    tokenizer: object, demonstration: Demonstration, source: str
+    tokenizer: Tokenizer, demonstration: Demonstration, source: str
 ) -> list[DemonstrationRow]:
     """Return the rows of a demonstration: one, unless the template changes earlier turns.
 
@@ -194,7 +194,7 @@ def _text_rows(template: _Template, demonstration: Demonstration) -> Iterator[_T
 class _Template:
     """A tokenizer's chat template, with errors that name the demonstration."""
 
-    def __init__(self, tokenizer: Any, source: str) -> None:
+    def __init__(self, tokenizer: Tokenizer, source: str) -> None:
         self._tokenizer = tokenizer
         self.source = source
         self._end = str(tokenizer.eos_token or "")
@@ -203,7 +203,7 @@ class _Template:
         try:
             return str(
                 self._tokenizer.apply_chat_template(
-                    messages, tools=tools or None, add_generation_prompt=prompt, tokenize=False
+                    messages, tools=[*tools] or None, add_generation_prompt=prompt, tokenize=False
                 )
             )
         except Exception as error:  # a template is the model authors' program and may raise anything

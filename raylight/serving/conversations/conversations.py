@@ -31,7 +31,7 @@ from raylight.serving.conversations.message_forms import (
 from raylight.serving.conversations.rendering import Renderer, UnsupportedTemplate
 from raylight.serving.conversations.rewrites import Rewrites
 from raylight.serving.conversations.turn_tree import Branches, Message, StoredTurn, TokenPrefix, prune
-from raylight.types import DRIFTS, HistoryNote, IntArray, JsonObject
+from raylight.types import DRIFTS, HistoryNote, IntArray, JsonObject, Tokenizer
 
 if TYPE_CHECKING:
     from raylight.images.model_inputs import ModelImages
@@ -133,7 +133,7 @@ class Conversations:
 
     def __init__(
         self,
-        tokenizer: object,
+        tokenizer: Tokenizer,
         capacity_bytes: int = CAPACITY,
         template_kwargs: Mapping[str, object] | None = None,
         *,

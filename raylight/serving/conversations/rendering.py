@@ -19,7 +19,7 @@ from raylight.errors import ImageError
 from raylight.images.image import Image
 from raylight.images.messages import image_url_of, image_urls, recorded_digest
 from raylight.serving.conversations.message_forms import text_of
-from raylight.types import JsonObject, Message
+from raylight.types import JsonObject, Message, Tokenizer
 from raylight.types.chat_messages import arguments_for_template, reasoning_fields, reasoning_of, text_part
 
 if TYPE_CHECKING:
@@ -115,7 +115,7 @@ class Renderer:
         images: converts images to the model's tokens; None for a model that takes none.
     """
 
-    def __init__(self, tokenizer: Any, images: ModelImages | None = None) -> None:
+    def __init__(self, tokenizer: Tokenizer, images: ModelImages | None = None) -> None:
         self._images = images
         self._tokenizer = copy.deepcopy(tokenizer)
         added = getattr(tokenizer, "added_tokens_decoder", {})

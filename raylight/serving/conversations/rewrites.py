@@ -30,7 +30,7 @@ from raylight.serving.conversations.message_forms import (
     without_reasoning,
 )
 from raylight.serving.conversations.turn_tree import Branches, Message, StoredTurn, TokenPrefix
-from raylight.types import CONTINUED, ContinuedKind
+from raylight.types import CONTINUED, ContinuedKind, Tokenizer
 
 MAX_LABEL = 40
 """Longest text before calls that are written as text, such as "Calling tools:"."""
@@ -47,7 +47,7 @@ class Rewrites:
         tokenizer: the engine's Hugging Face tokenizer.
     """
 
-    def __init__(self, tokenizer: Any) -> None:
+    def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
         added = getattr(tokenizer, "added_tokens_decoder", {})
         self._end_ids = frozenset(number for number, token in added.items() if token.special)

@@ -17,7 +17,7 @@ from jinja2 import TemplateSyntaxError, meta
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from raylight.http.errors import RequestError
-from raylight.types import JsonObject
+from raylight.types import JsonObject, Tokenizer
 from raylight.types.request_fields import log_dropped
 
 TOOL_NAME = re.compile(r"[A-Za-z0-9_.-]{1,128}")
@@ -159,7 +159,7 @@ class SystemMessages:
         tokenizer: Hugging Face tokenizer with the chat template.
     """
 
-    def __init__(self, tokenizer: Any) -> None:
+    def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
 
     def place(self, messages: object) -> Any:
@@ -253,7 +253,7 @@ class ChatNormalizer:
         tokenizer: tokenizer with this template; None leaves messages as they are.
     """
 
-    def __init__(self, template: str | None, tokenizer: object = None) -> None:
+    def __init__(self, template: str | None, tokenizer: Tokenizer | None = None) -> None:
         self._template = template
         self._system = None if tokenizer is None else SystemMessages(tokenizer)
         self._read = _variables(template or "")

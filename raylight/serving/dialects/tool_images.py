@@ -8,7 +8,7 @@ from typing import Any
 
 from raylight.images.messages import image_url_of
 from raylight.serving.dialects.dialect import MessageSource
-from raylight.types import JsonObject
+from raylight.types import JsonObject, Tokenizer
 from raylight.types.chat_messages import join_parts, text_part, tool_call
 
 FIRST, SECOND = (f"Zq{uuid.uuid4().hex}" for _ in range(2))
@@ -26,7 +26,7 @@ class ToolImages:
         tokenizer: Hugging Face tokenizer with the chat template; None: the model runs elsewhere.
     """
 
-    def __init__(self, tokenizer: Any) -> None:
+    def __init__(self, tokenizer: Tokenizer | None) -> None:
         self._tokenizer = tokenizer
 
     def place(self, messages: Any) -> tuple[Any, list[MessageSource] | None]:
@@ -61,10 +61,10 @@ class ToolImages:
     @functools.cached_property
     def _takes_images(self) -> bool:
         """True if the template shows an image between two texts of a tool's result."""
-        if self._tokenizer is None:
+        if (tokenizer := self._tokenizer) is None:
             return False
         parts = [text_part(FIRST), {"type": "image"}, text_part(SECOND)]
-        shown, without = self._render(parts), self._render([parts[0], parts[2]])
+        shown, without = _render(tokenizer, parts), _render(tokenizer, [parts[0], parts[2]])
         return (
             FIRST in shown
             and SECOND in shown
@@ -73,14 +73,15 @@ class ToolImages:
             and '"type"' not in shown
         )
 
-    def _render(self, content: list[JsonObject]) -> str:
-        """Return the rendered text of a tool's result; "" if the template raises."""
-        result = {"role": "tool", "tool_call_id": "call_0", "content": content}
-        try:
-            asked = {"role": "user", "content": "u"}
-            return str(self._tokenizer.apply_chat_template([asked, CALL, result], tokenize=False))
-        except Exception:  # a template is the model authors' program and may raise anything
-            return ""
+
+def _render(tokenizer: Tokenizer, content: list[JsonObject]) -> str:
+    """Return the rendered text of a tool's result; "" if the template raises."""
+    result = {"role": "tool", "tool_call_id": "call_0", "content": content}
+    try:
+        asked = {"role": "user", "content": "u"}
+        return str(tokenizer.apply_chat_template([asked, CALL, result], tokenize=False))
+    except Exception:  # a template is the model authors' program and may raise anything
+        return ""
 
 
 def _is(message: object, role: str) -> bool:

@@ -34,7 +34,7 @@ from raylight.serving.dialects.dialect import Dialect, Event, Translation
 from raylight.serving.dialects.registry import ChatDialect, CompletionsDialect, dialect_of
 from raylight.serving.dialects.request_images import IMAGES_KEY, ImageReader, Images
 from raylight.serving.dialects.tool_images import ToolImages
-from raylight.types import JsonObject
+from raylight.types import JsonObject, Tokenizer
 from raylight.types.request_fields import log_dropped
 
 KEEP_ALIVE_S = 15.0
@@ -128,7 +128,7 @@ class TranslationMiddleware:
     def __init__(
         self,
         app: ASGIApp,
-        tokenizer: object = None,
+        tokenizer: Tokenizer | None = None,
         count_dropped: Callable[[str], None] = lambda kind: None,
         keep_alive_s: float = KEEP_ALIVE_S,
         images: ImageReader | None = None,

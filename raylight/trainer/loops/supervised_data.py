@@ -28,7 +28,7 @@ from raylight.rewards.scoring_model import RewardModelInput
 from raylight.trainer.output.run_records import read_config
 from raylight.trainer.output.stored_rollouts import StoredRollouts
 from raylight.trainer.spec.run_file import read_data
-from raylight.types import FinishedRollout
+from raylight.types import FinishedRollout, Tokenizer
 
 STORE_SUFFIX = ".db"
 STORE_SETTINGS = ("split", "min_reward", "best_of_group")
@@ -87,7 +87,7 @@ def _check_read(algorithm: SupervisedAlgorithm) -> None:
 class _ExampleReader:
     """Reads the examples of an algorithm, and applies the limit of their length."""
 
-    def __init__(self, algorithm: SupervisedAlgorithm, tokenizer: Any, learner: LearnerConfig) -> None:
+    def __init__(self, algorithm: SupervisedAlgorithm, tokenizer: Tokenizer, learner: LearnerConfig) -> None:
         self._algorithm, self._tokenizer, self._learner = algorithm, tokenizer, learner
         self._is_paired = isinstance(algorithm, PairSettings)
         self._is_scored = isinstance(algorithm, RewardModel)
