@@ -100,12 +100,12 @@ def main(also: Path | None = None) -> None:
     arrow(axes, STORE.at(0, 0.3), DRIVER.at(1, 0.3), "6  finished")
     arrow(axes, STORE.at(1, 0.68), RUNNERS.at(0, 0.68), "2  lease", above=True)
     arrow(axes, RUNNERS.at(0, 0.3), STORE.at(1, 0.3), "5  reward")
-    arrow(axes, RUNNERS.at(0.5, 0), AGENT.at(0.5, 1), "", beside="task, llm")
+    arrow(axes, RUNNERS.at(0.5, 0), AGENT.at(0.5, 1), "", right="task, llm")
     arrow(axes, AGENT.at(0, 0.5), ENGINES.at(1, 13 / 18), "3  HTTP", above=True)
-    arrow(axes, ENGINES.at(0.5, 1), STORE.at(0.5, 0), "", beside="4  calls, token for token")
-    arrow(axes, DRIVER.at(4 / 30, 0), LEARNERS.at(4 / 30, 1), "", beside="7  batch")
-    arrow(axes, DRIVER.at(21 / 30, 0), COORDINATOR.at(0.5, 1), "", beside="8  new version")
-    arrow(axes, COORDINATOR.at(1, 0.4), ENGINES.at(0.12, 1), "", beside="9  load, probe")
+    arrow(axes, ENGINES.at(0.5, 1), STORE.at(0.5, 0), "", right="4  calls, token for token")
+    arrow(axes, DRIVER.at(4 / 30, 0), LEARNERS.at(4 / 30, 1), "", right="7  batch")
+    arrow(axes, DRIVER.at(21 / 30, 0), COORDINATOR.at(0.5, 1), "", right="8  new version")
+    arrow(axes, COORDINATOR.at(1, 0.4), ENGINES.at(0.12, 1), "", right="9  load, probe")
     arrow(axes, LEARNERS.at(1, 0.5), ENGINES.at(0, 0.5), "weights\n(broadcast)", above=True, dashed=True)
     key = "blue: raylight's actors and replicas\nyellow: yours, unchanged"
     axes.text(88, 8, key, fontsize=9, color=QUIET, va="center", linespacing=1.5)
@@ -152,7 +152,7 @@ def arrow(
     label: str,
     *,
     above: bool = False,
-    beside: str = "",
+    right: str = "",
     dashed: bool = False,
 ) -> None:
     """From one point to another, with a label over, under or to the right of its middle."""
@@ -176,9 +176,9 @@ def arrow(
             ha="center",
             va="bottom" if above else "top",
         )
-    if beside:
+    if right:
         clear = 1 if start[0] == end[0] else 3  # of a line that slants
-        axes.text(x + clear, y, beside, fontsize=9, color=INK, ha="left", va="center")
+        axes.text(x + clear, y, right, fontsize=9, color=INK, ha="left", va="center")
 
 
 if __name__ == "__main__":

@@ -93,7 +93,7 @@ class Config(BaseModel):
             overrides: settings given as separate arguments, such as `n_runners`; None counts as not given.
 
         Raises:
-            ConfigError: a key is unknown, a value is invalid, `values` is of another type, or a setting has
+            ConfigError: a key is unknown, a value is invalid, `values` has another type, or a setting has
                 different values in `values` and in `overrides`.
         """
         if not isinstance(values, cls | dict | None):

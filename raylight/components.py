@@ -50,7 +50,7 @@ def build_component(
             `spec` does not give the argument.
 
     Raises:
-        ConfigError: the component cannot be imported, is of another type, or its arguments do not fit. Errors
+        ConfigError: the component cannot be imported, has another type, or its arguments do not fit. Errors
             raised by the component's own code are not converted.
     """
     arguments: JsonObject = {}

@@ -249,7 +249,7 @@ class EmitError(RaylightError, ValueError):
 
 
 class EmitTypeError(EmitError, TypeError):
-    """A value given to an emitter is of another type than the emitter takes."""
+    """A value given to an emitter has another type than the emitter takes."""
 
 
 class OutsideRolloutError(RaylightError, ValueError, AttributeError):

@@ -1,4 +1,4 @@
-"""Daemon threads for synchronous code of users. What hangs is abandoned rather than joined."""
+"""Daemon threads for synchronous code of users. A hanging thread is abandoned rather than joined."""
 
 from __future__ import annotations
 

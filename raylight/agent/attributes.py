@@ -93,7 +93,7 @@ def strict_attributes(annotation: Mapping[str, object]) -> Attributes:
 
     Raises:
         EmitTypeError: `annotation` is not a dict.
-        EmitError: a key is not a string, or a value is of another type.
+        EmitError: a key is not a string, or a value has another type.
     """
     attributes = as_attributes(annotation)
     for key, value in flatten(annotation).items():
@@ -131,7 +131,7 @@ def exception_attributes(error: BaseException) -> Attributes:
 
 
 def exception_message(error: BaseException) -> str:
-    """Return the message of an exception, also if its `__str__` raises."""
+    """Return the message of an exception, even if its `__str__` raises."""
     try:
         return str(error)
     except Exception as broken:

@@ -30,7 +30,7 @@ _ATTEMPT_PATH = re.compile(r"(?P<attempt>/rollout/[^/]+/attempt/[^/]+)(?:/agent/
 
 
 class SamplingParameters(Config):
-    """Bounds of the sampling parameters that every provider knows. Others are passed on as they are."""
+    """Bounds of the sampling parameters that every provider has. Others are passed on unchanged."""
 
     model_config = ConfigDict(extra="allow")
 
@@ -144,7 +144,7 @@ class LLM(Resource):
     def client(self, provider: Provider = "openai") -> Any:
         """Return an asynchronous client of OpenAI or Anthropic with the URL and the key of this model.
 
-        Its connections are shared by all clients of the event loop and kept open, also when the client is
+        Its connections are shared by all clients of the event loop and kept open, even when the client is
         closed. So it costs nothing to call this method in each rollout. A proxy of the environment, such as
         HTTP_PROXY, is used for upstream models only.
 

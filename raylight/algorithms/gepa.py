@@ -284,10 +284,10 @@ class GepaProgress:
 
 
 def _prepare_state(folder: Path | None, resume_file: Path | None, identity: JsonObject) -> Path | None:
-    """Return the folder of the package's state: the one of the search to resume, or a new one.
+    """Return the folder of the package's state: from the search to resume, or a new one.
 
     Raises:
-        CheckpointError: the state is of another search.
+        CheckpointError: the state belongs to another search.
     """
     if folder is None:
         return None

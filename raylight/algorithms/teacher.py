@@ -35,7 +35,7 @@ class TeacherConfig(ScoringConfig):
 
     Args:
         model: folder of a Hugging Face model, or its name in the local cache. Its tokenizer must have the
-            tokens of the trained model's, but for `tokenizer="aligned"`.
+            tokens of the trained model's, except with `tokenizer="aligned"`.
     """
 
     prompt: TeacherPrompt | None = None

@@ -145,7 +145,7 @@ def gather_cluster(address: str | None = None) -> Cluster | None:
     """Return the cluster that a run would join, without starting one; None if there is none.
 
     Args:
-        address: the one of `Trainer(address=...)`.
+        address: as in `Trainer(address=...)`.
     """
     wanted = address or os.environ.get("RAY_ADDRESS", "")
     if wanted == "local":

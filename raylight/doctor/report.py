@@ -51,7 +51,7 @@ def examine(model: str | None = None, address: str | None = None, as_json: bool 
 
     Args:
         model: folder, or name in the local Hugging Face cache.
-        address: the one of `Trainer(address=...)`.
+        address: as in `Trainer(address=...)`.
         as_json: print one JSON object.
 
     Raises:

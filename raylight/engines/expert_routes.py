@@ -72,7 +72,7 @@ class ExpertRoutes:
                 that have some, shape (tokens of the pass,); the routers choose for the others. None: for all.
 
         Raises:
-            ConfigError: they are of another model.
+            ConfigError: they belong to another model.
         """
         if found is None:
             self._replayed = None

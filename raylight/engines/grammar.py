@@ -264,8 +264,8 @@ def _problems_of(value: JsonObject) -> Iterator[tuple[str, str]]:
         counted = any(isinstance(value.get(name), int) for name in _COUNTS)
         most = MAX_COUNTED_PROPERTIES if counted else MAX_PROPERTIES
         if len(properties) > most:
-            beside = f" together with {' and '.join(_COUNTS)}" if counted else ""
-            yield "properties", f"{len(properties)} properties; at most {most} are allowed{beside}"
+            together = f" together with {' and '.join(_COUNTS)}" if counted else ""
+            yield "properties", f"{len(properties)} properties; at most {most} are allowed{together}"
     for pattern in [value.get("pattern"), *(patterns if isinstance(patterns, dict) else ())]:
         if isinstance(pattern, str) and (problem := find_pattern_problem(pattern)):
             yield "pattern", problem

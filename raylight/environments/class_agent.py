@@ -143,7 +143,7 @@ def first_messages(row: Mapping[str, object], observation: object) -> Messages:
 
     Raises:
         DatasetError: the prompt is neither a text nor a list of messages.
-        AgentSignatureError: the observation is of another type.
+        AgentSignatureError: the observation has another type.
     """
     prompt = row.get("prompt", "")
     given = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt

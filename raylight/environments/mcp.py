@@ -352,7 +352,7 @@ def mcp_tools(
 
     Args:
         servers: each a command such as `["npx", "-y", "some-server"]`, started on every machine with runners,
-            or the URL of a server that speaks streamable HTTP.
+            or the URL of a server with streamable HTTP.
         scope: "runner": all rollouts of a runner share one server, which is started by the first and ends
             with the runner; one that died is started again for the next rollout. "rollout": each rollout
             starts separate servers, and ends them, as tools with a state need it.
@@ -365,7 +365,7 @@ def mcp_tools(
         max_result: characters of a result that the model receives.
 
     Raises:
-        ConfigError: the package mcp is missing, or an argument is of a wrong type.
+        ConfigError: the package mcp is missing, or an argument has the wrong type.
     """
     require_mcp()
     if scope not in ("runner", "rollout"):

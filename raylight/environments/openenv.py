@@ -65,7 +65,7 @@ def openenv_agent(
         headers: HTTP headers for the connection, such as an authorization.
 
     Raises:
-        ConfigError: an argument is of a wrong type.
+        ConfigError: an argument has the wrong type.
     """
     base = re.sub(r"^ws", "http", url.rstrip("/").removesuffix("/ws")) if isinstance(url, str) else ""
     if not re.match(r"https?://[^/]+", base):

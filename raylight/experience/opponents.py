@@ -138,8 +138,8 @@ class OpponentPool:
         return {"rating": self.rating, "opponents": [asdict(one) for one in self.opponents]}
 
     def load_state_dict(self, state: JsonObject) -> None:
-        """Continue from the result of `state_dict`; an empty one stands for a run's start. Of a larger pool,
-        before a resume with another setting, the weakest leave."""
+        """Continue from the result of `state_dict`; an empty one stands for a run's start. From a larger
+        pool, before a resume with another setting, the weakest leave."""
         self.rating = state.get("rating", 0.0)
         self.opponents = [Opponent(**one) for one in state.get("opponents", ())]
         while len(self.opponents) > self._settings.pool:

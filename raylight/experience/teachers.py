@@ -119,8 +119,8 @@ def changed_prompts(
 
 
 def first_call(row: Trajectory, calls: Sequence[Generation]) -> Generation:
-    """Return the call with which a row begins: its prompt, then its answer. Of several, it is the one with
-    the shortest prompt. A row may be cut within the answer.
+    """Return the call with which a row begins: its prompt, then its answer. If there are several, the one
+    with the shortest prompt. A row may be cut within the answer.
 
     Raises:
         AssertionError: no call begins the row.

@@ -124,7 +124,7 @@ class TokenAligner:
         """Return the text of a run, and the number of tokens up to each place where its text can be cut."""
         text, ends, first = "", dict[int, int](), 0
         for number in range(1, len(run) + 1):
-            # with the token before, which tells a decoder where spaces belong
+            # with the token before, which shows a decoder where spaces belong
             before = max(first - 1, 0)
             known = self._decode(run[before:first])
             piece = self._decode(run[before:number])[len(known) :]

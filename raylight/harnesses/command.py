@@ -80,9 +80,9 @@ class CommandAgent(LitAgent[Any]):
             and a `CommandResult`, and returns what a rollout may return. None: "stdout", but a preset needs
             another, because a harness prints no reward.
         timeout_s: seconds after which the program is ended. The rollout's own limit holds too.
-        scores_failures: determine the reward also if the program ended with another status than 0 or was
+        scores_failures: determine the reward even if the program ended with another status than 0 or was
             ended by `timeout_s`. Otherwise the rollout fails.
-        max_context_tokens: context of the model, which a preset tells its harness.
+        max_context_tokens: context of the model, which a preset passes to its harness.
         max_output_tokens: largest answer, likewise.
         env: further environment variables. None as a value removes a variable. The runner's own variables are
             inherited by programs on its machine, except its Python environment's, such as PYTHONPATH.
@@ -93,7 +93,7 @@ class CommandAgent(LitAgent[Any]):
         trained_agents: as in `LitAgent`.
 
     Raises:
-        AgentSignatureError: an argument is of a wrong type. ConfigError: the sandbox is unknown, or
+        AgentSignatureError: an argument has the wrong type. ConfigError: the sandbox is unknown, or
             `max_sandboxes` is not a positive number.
     """
 

@@ -39,7 +39,7 @@ class RewardCommand:
     which sandboxes an agent can leave, or change for those that follow.
 
     Raises:
-        AgentSignatureError: the command, `reads` or `sandbox` is of a wrong type.
+        AgentSignatureError: the command, `reads` or `sandbox` has the wrong type.
     """
 
     command: Sequence[str]

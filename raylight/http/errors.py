@@ -75,7 +75,7 @@ class RequestError(Exception):
     Attributes:
         message: the text of the answer.
         status: its HTTP status.
-        kind: a key of `OPENAI_TYPES`, or a `type` of OpenAI's. By default the one of `KINDS`, or else
+        kind: a key of `OPENAI_TYPES`, or a `type` of OpenAI's. By default from `KINDS`, or else
             `invalid_request_error` below status 500 and `server_error` from there on.
         code: its `code` in OpenAI's shape; None: the default of the kind.
         param: field of the request that is wrong. By default the one that the message of a status 400 begins

@@ -1,6 +1,6 @@
 """Images of http URLs, fetched for a client whose URL may point anywhere.
 
-Law: a connection goes to an address that was checked, also after a redirect, or after the name's server gave
+Law: a connection goes to an address that was checked, even after a redirect, or after the name's server gave
 another address: a name is resolved once, and the connection is opened to the address itself.
 """
 

@@ -1,4 +1,4 @@
-"""Progress of a rank's current calls, which tells long work from a hang, and the stacks of a hang."""
+"""Progress of a rank's current calls, which distinguishes long work from a hang, and a hang's stacks."""
 
 from __future__ import annotations
 

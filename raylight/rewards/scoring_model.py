@@ -140,7 +140,7 @@ def find_reward_models(function: GroupReward | None) -> tuple[ScoringModel, ...]
 
 @contextmanager
 def scoring_by(scorers: Mapping[ScoringModel, Scorer]) -> Iterator[None]:
-    """Have reward models score by these functions within the block, also in its tasks."""
+    """Have reward models score by these functions within the block and in its tasks."""
     token = _SCORERS.set(scorers)
     try:
         yield

@@ -189,6 +189,6 @@ async def _cancel_agent(work: asyncio.Task[object], threads: AgentThreads) -> No
     work.cancel()
     try:
         await asyncio.wait([work], timeout=CANCEL_GRACE_S)
-    finally:  # also when this wait is cancelled
+    finally:  # even when this wait is cancelled
         if not work.done():
             threads.abandon(work)

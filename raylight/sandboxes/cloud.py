@@ -51,14 +51,14 @@ rm -rf "$1" """
 
 
 class CloudSandbox(ExecSandbox):
-    """A sandbox of a cloud provider. What programs leave behind ends with it.
+    """A sandbox of a cloud provider. Everything that programs leave behind ends with it.
 
     Args:
         image: what the sandbox starts from.
         limits: limits, most of which providers do not have.
         gateway_url: public address that leads to the model's gateway, such as a reverse proxy's or a
             tunnel. None: the gateway's own address is public.
-        lifetime_s: seconds after which the provider ends the sandbox, also if its runner was lost.
+        lifetime_s: seconds after which the provider ends the sandbox, even if its runner was lost.
         arguments: further arguments of the provider's call that makes a sandbox.
 
     Raises:

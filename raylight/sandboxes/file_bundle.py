@@ -59,7 +59,7 @@ class FileBundle:
         """Add a tree below a folder.
 
         Raises:
-            CommandError: a file is not there, leaves the folder or is of a wrong type, or they are too large.
+            CommandError: a file is not there, leaves the folder or has the wrong type, or they are too large.
         """
         if isinstance(tree, Mapping):
             for name, content in tree.items():
@@ -239,7 +239,7 @@ async def bundle_files(
 
     Args:
         trees: the folder that each goes to, and the tree.
-        folders: folders that are made also if nothing goes there.
+        folders: folders that are made even if nothing goes there.
 
     Raises:
         CommandError: as `FileBundle.add`.

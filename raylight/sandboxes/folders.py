@@ -1,7 +1,7 @@
 """Temporary folders of sandboxes on this machine, and the removal of those whose process was killed.
 
 Next to each folder is a file that its process holds locked. The kernel releases the lock however the
-process ends, so a folder with a free lock has been abandoned, also in a container that shares the files.
+process ends, so a folder with a free lock has been abandoned, even in a container that shares the files.
 """
 
 from __future__ import annotations

@@ -61,7 +61,7 @@ class Sandbox(Protocol):
 
     All methods are asynchronous and may be cancelled; a cancelled `exec` ends its program. A path is absolute
     or relative to the workspace. `stop` ends every process and removes the workspace; it may be called at any
-    time, more than once, and also after a failed `start`.
+    time, more than once, and after a failed `start`.
 
     Raises (all methods):
         SandboxUnavailableError: the backend failed for a reason that may pass; the attempt is retried.

@@ -26,8 +26,8 @@ class SshSandbox(ExecSandbox):
     """A temporary folder on another machine, with that machine's programs: `"ssh:user@host"`.
 
     Keys, ports and jump hosts come from ~/.ssh/config; nothing is asked. Programs reach the model through the
-    connection. What a program leaves behind ends with it, if that machine has /proc. A limit of memory or
-    files holds for each process. The folder of a runner that was killed stays there.
+    connection. Processes that a program leaves behind end with it, if that machine has /proc. A limit of
+    memory or files holds for each process. The folder of a runner that was killed stays there.
 
     Args:
         arguments: further arguments of ssh, such as `["-p", "2222"]`.

@@ -5,7 +5,7 @@ number of tokens that both share, and only the tokens after them.
 
 `CallDeltas` encodes the calls of a client. It remembers the latest one of each branch of an attempt's
 conversations, since that has the tokens and texts of those before. Nothing depends on it: a call of which it
-knows no beginning is stored completely.
+has no beginning is stored completely.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Overview of the rollouts in a store's file: one short row for each, for lists of hundreds of thousands.
 
-It reads the file directly, in the calling thread, also while a run writes it.
+It reads the file directly, in the calling thread, even while a run writes it.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ class RolloutOverview:
         path: the store's file.
 
     Raises:
-        StoreError: the store does not exist, or is of another version.
+        StoreError: the store does not exist, or has another version.
     """
 
     def __init__(self, path: Path) -> None:

@@ -45,7 +45,7 @@ def encode_payload(value: object, what: str = "the value") -> bytes:
         what: name of the value in messages.
 
     Raises:
-        StoreError: the value, or one inside it, is of a type that the store does not hold.
+        StoreError: the value, or one inside it, has a type that the store does not hold.
     """
     try:
         return pack(value)
@@ -62,7 +62,7 @@ def pack(value: object) -> bytes:
     """Encode a value; without a message for a user.
 
     Raises:
-        TypeError: the value, or one inside it, is of a type that the store does not hold.
+        TypeError: the value, or one inside it, has a type that the store does not hold.
         ValueError: it is nested too deeply.
     """
     return msgpack.packb(value, default=_encode_other, strict_types=True, unicode_errors="surrogatepass")

@@ -1,6 +1,6 @@
 """The store as an asynchronous service: every wait is on an event or a deadline.
 
-It runs in any asyncio loop, also without Ray.
+It runs in any asyncio loop, even without Ray.
 
 Laws:
 - Calls that arrive together are committed together and answered after the commit (group commit). A call that
@@ -200,7 +200,7 @@ class StoreService(Mailbox):
         path: the journal's file; None keeps it in a temporary folder, which is removed on close.
         clock: seconds since the epoch.
         monotonic: seconds since any moment, as of `time.monotonic`.
-        read_only: allow queries only; for reading a run's store, also while the run is in progress.
+        read_only: allow queries only; for reading a run's store, even while the run is in progress.
     """
 
     def __init__(

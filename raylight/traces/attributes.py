@@ -71,8 +71,8 @@ def response_id_of(attributes: Mapping[str, object]) -> str | None:
 def call_key_of(attributes: Mapping[str, object]) -> str | None:
     """Return the key that all spans of one call share; None if the span has none.
 
-    It is the response id. Of a response with several choices raylight captures one call per choice: the first
-    one's id is part of the response id, and the others are identified by their own ids.
+    It is the response id. For a response with several choices raylight captures one call per choice: the
+    first one's id is part of the response id, and the others are identified by their own ids.
     """
     response, call = response_id_of(attributes), attributes.get(CALL_ID)
     return call if isinstance(call, str) and (response is None or call not in response) else response

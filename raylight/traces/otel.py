@@ -165,7 +165,7 @@ class SpanCapture(SpanProcessor):
             export.close()
 
     def force_flush(self, timeout_millis: int = 30000) -> bool:
-        # a list, so that all are flushed also after one that is late
+        # a list, so that all are flushed even after one that is late
         flushed = [export.flush(timeout_millis / 1000) for export in self._exports]
         return all(flushed)
 

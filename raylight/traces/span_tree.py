@@ -83,7 +83,7 @@ class SpanTree:
     def from_spans(cls, spans: Sequence[Span]) -> SpanTree:
         """Build the tree from parent ids.
 
-        A missing parent becomes a virtual node with all its children. Of several spans with the same id the
+        A missing parent becomes a virtual node with all its children. With several spans of the same id the
         first one counts. Circles are cut. Several roots, or none, get a virtual root.
         """
         nodes: dict[str, SpanNode] = {}

@@ -70,7 +70,7 @@ class _Call:
 
     @property
     def attributes(self) -> JsonObject:
-        """Attributes of all its spans. Of several values, the first that is not empty counts."""
+        """Attributes of all its spans; the first value that is not empty counts."""
         merged: JsonObject = {}
         for node in self.nodes:
             merged |= {

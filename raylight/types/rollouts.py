@@ -96,7 +96,7 @@ class Failure(StrictModel):
 class RolloutConfig(Config):
     """Limits, retries and budgets of one rollout.
 
-    A budget is of one attempt, and of its calls of models whose tokens raylight records. Once it is spent,
+    A budget limits one attempt, counting its calls of models whose tokens raylight records. Once it is spent,
     further calls are answered with status 400 and the code `rollout_truncated`, which SDKs do not retry.
     Calls that began before go on. So concurrent calls may exceed a budget, and so may a call that goes to
     another replica while the tokens of the last one are on their way to the store.

@@ -1,4 +1,4 @@
-"""The directory of a run, also while the run writes it.
+"""The directory of a run, even while the run writes it.
 
 An open run has an index of its rollouts and a reading client of its store.
 """
@@ -275,7 +275,7 @@ def is_run(path: Path) -> bool:
 
 
 def valid_text(path: Path | str) -> str:
-    """Return a path as text that JSON and addresses can have, also if its bytes are not UTF-8."""
+    """Return a path as text that JSON and addresses can have, even if its bytes are not UTF-8."""
     return os.fsencode(path).decode(errors="replace")
 
 
@@ -420,7 +420,7 @@ class ShownRun:
         """Return a client of the run's store.
 
         Raises:
-            StoreError: there is no store, or it is of another version.
+            StoreError: there is no store, or it has another version.
         """
         async with self._opening:
             await self._leave_old_store()

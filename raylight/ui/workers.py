@@ -26,7 +26,7 @@ class DashboardError(Exception):
 
 
 async def show_workers(store: StoreReader, folder: RunFolder) -> JsonObject:
-    """Return the runners, as the store knows them, and the actors of the run, if its cluster still runs."""
+    """Return the runners in the store, and the actors of the run, if its cluster still runs."""
     is_running = folder.status() == "running"
     runners = [
         {

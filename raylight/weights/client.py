@@ -235,7 +235,7 @@ class CoordinatorClient:
     async def loads(self, timeout: float = LOADS_TIMEOUT_S) -> dict[str, EngineLoad]:
         """Return the loads of the replicas that report within `timeout` seconds.
 
-        Empty while the coordinator restarts: a load that is read again later is of no use.
+        Empty while the coordinator restarts: a load that is read again later is useless.
         """
         try:
             loads: dict[str, EngineLoad] = await call_coordinator(

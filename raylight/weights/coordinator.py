@@ -238,7 +238,7 @@ class ReplicaCoordinator:
         """Wait up to `timeout` seconds until `count` replicas have caught up, or a start has progressed.
 
         Args:
-            progressed: number of reports of progress that the caller knows.
+            progressed: number of reports of progress that the caller has.
 
         Raises:
             EngineStartError: a replica failed to start.

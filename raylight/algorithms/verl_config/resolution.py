@@ -143,11 +143,11 @@ def resolve(config: object, *, strict: bool) -> Resolution:
 
 
 def _check_numbers(flat: JsonObject) -> None:
-    """Raise a ConfigError for a number that no setting can have, also in a key that is not read."""
+    """Raise a ConfigError for a number that no setting can have, even in a key that is not read."""
     wrong = [
         f"{key} is {excerpt(value)}"
         for key, value in flat.items()
-        if isinstance(value, int | float) and not abs(value) <= MAX_NUMBER  # also for NaN
+        if isinstance(value, int | float) and not abs(value) <= MAX_NUMBER  # true for NaN too
     ]
     if wrong:
         raise ConfigError(f"{'; '.join(wrong)}; give a finite number of at most {MAX_NUMBER:g}")

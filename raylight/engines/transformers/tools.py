@@ -454,7 +454,7 @@ def _python_call(node: ast.expr) -> ToolCall:
 
 
 class _JsonWords(ast.NodeTransformer):
-    """Replaces JSON's words by Python's, which `literal_eval` knows."""
+    """Replaces JSON's words by Python's, which `literal_eval` reads."""
 
     def visit_Name(self, node: ast.Name) -> ast.AST:
         return ast.Constant(PYTHON_NAMES[node.id]) if node.id in PYTHON_NAMES else node

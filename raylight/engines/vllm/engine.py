@@ -173,7 +173,7 @@ class VllmEngine:
             if self.images is not None:  # the core has dropped the images that are not sent to it again
                 await self._client.renderer.clear_mm_cache_async()
             await self._capture.wait_until_recorded()
-        except BaseException:  # also when the caller gives up
+        except BaseException:  # including a caller that gives up
             await self._resume()
             raise
 

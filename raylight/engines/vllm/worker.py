@@ -35,7 +35,7 @@ class WorkerExtension:
     model_runner: Any
 
     def raylight_end_with(self, pid: int) -> None:
-        """End this worker and its engine core with the replica's process, also if that is killed.
+        """End this worker and its engine core with the replica's process, even if that is killed.
 
         vLLM ends them only if the replica shuts down in order. Workers that are Ray actors end with their
         placement group, and the core with them.

@@ -181,5 +181,5 @@ def _count_tokens(item: FinishedRollout) -> int:
 
 
 def _count_late(collected: int, count: RolloutTokens) -> int:
-    """Return how many of a rollout's tokens were recorded after it was decided, as far as the store knows."""
+    """Return how many of a rollout's tokens the store recorded after the rollout was decided."""
     return min(max(collected - count.latest, 0), count.late)

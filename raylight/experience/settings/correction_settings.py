@@ -207,6 +207,6 @@ def _parse_bounds(text: float | str, setting: str) -> tuple[float | None, float]
         bounds = (float(lower) if separator else None), float(upper)
     except ValueError:
         raise ValueError(f"{setting} {text!r} is neither a number nor two numbers as in '0.5_2.0'") from None
-    if not all(abs(bound) <= MAX_FACTOR for bound in bounds if bound is not None):  # also for NaN
+    if not all(abs(bound) <= MAX_FACTOR for bound in bounds if bound is not None):  # true for NaN too
         raise ValueError(f"{setting} {text!r}: each number must be at most {MAX_FACTOR:g}")
     return bounds

@@ -29,7 +29,7 @@ class RowRules:
         trajectory_selection: rows of a rollout that are trained.
         replays_sampling: calls with truncation or penalties are trained where an engine recorded the tokens
             that could have been sampled. False with a teacher, which scores tokens without either.
-        models: names of the trained models in a run with several; empty: all calls are of the trained one.
+        models: names of the trained models in a run with several; empty: all calls belong to the trained one.
     """
 
     trained_agents: str | None = None

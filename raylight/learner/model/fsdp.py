@@ -223,7 +223,7 @@ class RaylightEngine(verl.FSDPEngineWithLMHead):
         return super().eval_mode(disable_auto_offload=self._is_resident, **options)
 
     def to(self, device: str, model: bool = True, optimizer: bool = True, grad: bool = True) -> None:
-        """Move the model and the optimizer. What is moved to the host can be read there."""
+        """Move the model and the optimizer. Tensors that are moved to the host can be read there."""
         super().to(device, model=model, optimizer=optimizer, grad=grad)
         if device == "cpu" and torch.cuda.is_available():
             torch.cuda.synchronize()

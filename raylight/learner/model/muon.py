@@ -15,7 +15,7 @@ LR_SCALE = "match_rms_adamw"
 
 
 class ShardedMuon(torch.optim.Muon):
-    """torch's Muon, also for matrices that FSDP2 shards.
+    """torch's Muon, extended to matrices that FSDP2 shards.
 
     Orthogonalisation needs the whole matrix, so that each rank gathers the update of one matrix at a time, in
     bfloat16, in which torch computes it.

@@ -26,7 +26,7 @@ ends a write earlier, and the death of a rank at once."""
 class ModelRank:
     """A rank's model with its part of the run's training states.
 
-    Methods are collectives, as is making one, but for `row_records` and `finish_saving`.
+    All methods but `row_records` and `finish_saving` are collectives, as is making one.
     """
 
     def __init__(self, model: TrainedModel | PolicySet) -> None:

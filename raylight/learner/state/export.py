@@ -31,7 +31,7 @@ def export_state(source: str, output: Path, model: str | None = None) -> None:
 
     Raises:
         ConfigError: `output` exists already, or the model does not exist.
-        CheckpointError: the state does not exist, or is of another model.
+        CheckpointError: the state does not exist, or belongs to another model.
     """
     if output.exists():
         raise ConfigError(f"the output folder {output} exists already; name a new folder")

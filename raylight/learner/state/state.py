@@ -68,7 +68,7 @@ def load(policy: TrainedModel | PolicySet, url: str, group: object = None) -> No
         group: ranks with a backend for CPUs; None for the default group.
 
     Raises:
-        CheckpointError: the state is of another model, or was written by another version of raylight.
+        CheckpointError: the state belongs to another model, or was written by another version of raylight.
         OSError: the state cannot be read.
     """
     reader = StateReader(url, group)

@@ -152,7 +152,7 @@ def connection_limit() -> int:
 
 
 def end_with_parent(parent: int) -> None:
-    """Let the kernel kill this process when the thread ends that started it, also after `exec`.
+    """Let the kernel kill this process when the thread ends that started it, even after `exec`.
 
     Linux only. Serve starts HAProxy from the thread of its actor's event loop, which lives as long as the
     actor.

@@ -179,7 +179,7 @@ def _raylet_arguments() -> set[str]:
 
 
 def _accepts(path: Path) -> bool:
-    """Return False if no process listens at a Unix socket; True also if that is unknown."""
+    """Return False if no process listens at a Unix socket; True if one does, or if that is unknown."""
     if len(os.fsencode(path)) > SOCKET_PATH_LENGTH:
         return False
     for kind in (socket.SOCK_STREAM, socket.SOCK_DGRAM):

@@ -90,7 +90,7 @@ class AnswerReader:
             self._read_events(self._events)
 
     def finish(self) -> Answer:
-        """Return the answer. Of a broken stream it holds what arrived; of anything unreadable, nothing."""
+        """Return the answer: of a broken stream the part that arrived, of anything unreadable nothing."""
         if self._events is not None:
             self._read_events(self._events)
         else:

@@ -285,7 +285,7 @@ def build_gateway(
             have no addresses.
         recorder: sends the calls of attempts to the store. None: attempts have no addresses.
         store: stores spans that other processes send to `/v1/traces`, has the conversations that another
-            replica served before, and knows which attempts have finished and what their budgets leave them.
+            replica served before, with the finished attempts and the rest of each attempt's budgets.
             None: the route does not exist, and no call is limited.
         config: settings of the engine; None: the defaults.
         training_temperature: temperature of all calls of training rollouts, which then sample from the whole

@@ -43,7 +43,7 @@ class _Used:
 
 
 class Budgets:
-    """Budgets of the attempts in the journal. What is kept in memory is read from the journal."""
+    """Budgets of the attempts in the journal; the copy in memory is read from it."""
 
     def __init__(self, journal: Journal, rollouts: Rollouts, attempts: Attempts, clock: RunClock) -> None:
         self._journal, self._rollouts, self._attempts, self._clock = journal, rollouts, attempts, clock

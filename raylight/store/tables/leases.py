@@ -9,7 +9,7 @@ Laws:
 - Nothing is leased while serving is away.
 - A worker leases one crash suspect at a time, so that its next crash identifies the rollout that caused it.
 - A planned departure of a worker makes no suspect and charges no rollout.
-- An attempt whose worker is gone is lost to the infrastructure, also if its timeout passed meanwhile.
+- An attempt whose worker is gone is lost to the infrastructure, even if its timeout passed meanwhile.
 """
 
 from __future__ import annotations

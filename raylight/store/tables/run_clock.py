@@ -68,7 +68,7 @@ class RunClock:
     def lived_at(self, instant: float) -> float:
         """Return the seconds that the run had lived at a monotonic time of this machine.
 
-        It is exact also for a time before this store was opened, if the store before it was killed: what
+        It is exact even for a time before this store was opened, if the store before it was killed: what
         ended before an outage must not look as if it had ended in it.
         """
         if self._running_since is not None and instant >= self._running_since:

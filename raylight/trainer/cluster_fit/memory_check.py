@@ -15,7 +15,7 @@ from raylight.trainer.cluster_fit.engine_nodes import ask_nodes
 from raylight.trainer.spec.settings import TrainedSettings
 
 TOLERANCE = 1.15
-"""Factor by which planned memory may exceed the memory that there is before a run is refused: the plan is not
+"""Factor by which planned memory may exceed the available memory before a run is refused: the plan is not
 more exact."""
 SMALL_MODEL = 30
 """A model whose files, times this factor, fit into the memory is not planned: it fits in any case."""

@@ -1,7 +1,7 @@
 """The components of a run: its store, its runners, the models that it serves, and its learners.
 
 Each is one class. `open` starts what other components need, and registers what stops it. `start` waits until
-the component is up. None knows the insides of another.
+the component is up. None depends on the insides of another.
 """
 
 from collections.abc import Coroutine

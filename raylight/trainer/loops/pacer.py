@@ -13,7 +13,7 @@ class Pacer:
     groups_per_step`. If groups are trained in the order of dispatch, the weights of an update are then at
     most `max_staleness` versions newer than those that sampled any of its tokens.
 
-    It has no clock, waits for nothing, and knows no rollouts.
+    It has no clock, waits for nothing, and holds no rollouts.
 
     Args:
         groups_per_step: groups that a step trains on, besides those that are replaced.

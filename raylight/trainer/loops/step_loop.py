@@ -53,7 +53,7 @@ class StepLoop(ABC):
         self._saved = start.step
         """Last step that has a training state."""
         self._is_fork = start.step > 0 and start.starts_new_lineage
-        """True if the state at the starting point must be saved, because it is of another lineage."""
+        """True if the state at the starting point must be saved, because it belongs to another lineage."""
         self._is_over = False
 
     @abstractmethod

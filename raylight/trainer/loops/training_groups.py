@@ -53,7 +53,7 @@ def choose_groups(
 
 
 class TakenGroups:
-    """Numbers of the groups that steps took: all below `next` but for the open ones."""
+    """Numbers of the groups that steps took: all below `next` except the open ones."""
 
     def __init__(self, next_group: int = 0, open_groups: Iterable[int] = ()) -> None:
         self.next, self.open = next_group, set(open_groups)
@@ -114,7 +114,7 @@ class TrainingGroups:
         """Held while the sampler is used, which may be in a thread."""
         start = run.start
         self.observed_step = start.step if start.starts_new_lineage else start.observed_step
-        """Last step whose outcomes the sampler knows."""
+        """Last step whose outcomes the sampler has received."""
         self._pacer = Pacer(algorithm.tasks_per_step, algorithm.max_staleness, run.training.total_steps)
         self._taken = TakenGroups()
         self._logged, self._logged_step = TakenGroups(), 0
@@ -203,7 +203,7 @@ class TrainingGroups:
 
     @contextlib.asynccontextmanager
     async def dispatching(self) -> AsyncIterator[None]:
-        """Dispatch groups during the block. What is in progress at its end is cancelled."""
+        """Dispatch groups during the block. Groups in progress at its end are cancelled."""
         async with task_group() as self._tasks:
             dispatching = self._tasks.create_task(self._dispatch())
             try:
@@ -274,7 +274,7 @@ class TrainingGroups:
         return n_dropped + min(without_signal, most)
 
     def _dropped(self) -> tuple[int, ...]:
-        """Return the groups that the next step drops: all dispatched ones but for those in `_decided`.
+        """Return the groups that the next step drops: all dispatched ones that are not in `_decided`.
 
         They are computed on demand: a stored set could grow without bound before the next step.
         """

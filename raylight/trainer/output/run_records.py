@@ -1,4 +1,4 @@
-"""The recorded rollouts of a run, read from its directory, also while the run is in progress."""
+"""The recorded rollouts of a run, read from its directory, even while the run is in progress."""
 
 from __future__ import annotations
 

@@ -61,7 +61,7 @@ class Scores:
 def measure(
     finished: list[FinishedRollout], samples: int, failure_reward: float | None, pass_reward: float
 ) -> Scores:
-    """Score rollouts; rollouts of the same group are of the same task.
+    """Score rollouts; rollouts of the same group have the same task.
 
     A rollout whose agent failed counts, see `reward_of_failures`. A failure of the infrastructure is always
     left out. A reward other than the primary one counts only where it was given. If fewer than k rollouts of

@@ -19,7 +19,7 @@ LINES, ROLLOUTS = 1000, 64
 
 
 class StoredRollouts:
-    """Reader of a run's rollouts, also while the run is in progress. It holds a few of them at a time.
+    """Reader of a run's rollouts, even while the run is in progress. It holds a few of them at a time.
 
     Args:
         path: run directory, or the file of its store.

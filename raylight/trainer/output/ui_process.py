@@ -53,7 +53,7 @@ def ui_process(
     finally:
         assert process.stdin is not None
         with contextlib.suppress(OSError):
-            process.stdin.close()  # it ends with its input, so also if the driver is killed
+            process.stdin.close()  # it ends with its input, even if the driver is killed
         try:
             process.wait(STOP_TIMEOUT_S)
         except subprocess.TimeoutExpired:

@@ -267,7 +267,7 @@ def until_lost(work: Coroutine[object, object, T], remedy: str) -> Coroutine[obj
         remedy: advice on how to continue, for the error.
 
     Raises:
-        ClusterLostError: the cluster is lost, also if the work failed first because of that.
+        ClusterLostError: the cluster is lost, even if the work failed first because of that.
     """
     return work if _current is None else _until_lost(_current, work, remedy)
 

@@ -20,7 +20,7 @@ from raylight.trainer.ray_session.connection import ray_session, running_cluster
 from raylight.trainer.ray_session.local_cluster import is_reachable
 
 ANSWER_TIMEOUT_S = 30.0
-"""Time in which a runner must respond that knows the run's store."""
+"""Time in which a runner that has the run's store must respond."""
 
 
 def scale_run(run: str, sizes: dict[str, int], address: str | None, timeout_s: float) -> None:

@@ -64,7 +64,7 @@ class RunSpec(ABC, Generic[Settings, Components, Reporter]):
     Attributes:
         settings: final after `for_cluster`.
         requested: settings of the Trainer, as the algorithm adjusts them.
-        total_steps: planned number of steps; 0 if only the algorithm knows it, or the user ends the run.
+        total_steps: planned number of steps; 0 if only the algorithm determines it, or the user ends the run.
     """
 
     composed: ClassVar[type[RunComponents]] = RolloutComponents

@@ -81,7 +81,7 @@ class ResumePoint:
         opponents: state of the OpponentPool after that step.
         parent_lineage: the lineage that was abandoned if this point starts a new one in the same run
             directory.
-        same_run: True if the state is of the run in this directory, whose store has the rollouts after
+        same_run: True if the state belongs to the run in this directory, whose store has the rollouts after
             `step`.
         completed_step: last step whose metrics the resumed run had logged.
         notes: messages for the user.
@@ -169,12 +169,13 @@ def resume_after(
 ) -> ResumePoint:
     """Return the starting point after a training state.
 
-    A new lineage starts if the state is of another run directory or if changed settings affect the updates:
+    A new lineage starts if the state has another run directory or if changed settings affect the updates:
     the rollouts after the state then cannot be replayed. Its weights get versions that were never used.
 
     Args:
         metadata: result of `state_metadata`, as stored with the state.
-        same_run: True if the state is of the run in this directory, whose store has the rollouts after it.
+        same_run: True if the state belongs to the run in this directory, whose store has the rollouts after
+        it.
 
     Raises:
         ConfigError: the state belongs to another model, algorithm or adapter, or was written by another

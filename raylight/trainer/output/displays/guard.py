@@ -31,7 +31,7 @@ class GuardedDisplay:
         return self
 
     def __exit__(self, *error: object) -> None:
-        self._try("__exit__", *error)  # also after a failure: it ends threads and shows the cursor again
+        self._try("__exit__", *error)  # even after a failure: it ends threads and shows the cursor again
 
     def stage(self, text: str) -> None:
         self._call("stage", text)

@@ -56,7 +56,7 @@ class MetricLogger(Protocol):
         ...
 
     def finish(self) -> None:
-        """End the run, also after an error."""
+        """End the run, even after an error."""
         ...
 
 
