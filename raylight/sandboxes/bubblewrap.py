@@ -6,7 +6,7 @@ import asyncio
 import os
 import secrets
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 from raylight.errors import ConfigError, SandboxError
 from raylight.sandboxes.exec_sandbox import ExecSandbox
@@ -21,7 +21,7 @@ from raylight.sandboxes.relay import (
     start_relay,
     with_address,
 )
-from raylight.sandboxes.sandbox import ExecResult, SandboxLimits
+from raylight.sandboxes.sandbox import ExecResult, Program, SandboxLimits
 
 SYSTEM_FOLDERS = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/libx32")
 SYSTEM_FILES = (
@@ -85,25 +85,21 @@ class BubblewrapSandbox(ExecSandbox):
                 "user namespaces (sysctl kernel.unprivileged_userns_clone), or use another sandbox"
             )
 
-    async def exec(
-        self,
-        command: Sequence[str],
-        *,
-        env: Mapping[str, str] | None = None,
-        cwd: str | None = None,
-        stdin: bytes = b"",
-        timeout_s: float | None = None,
-    ) -> ExecResult:
+    async def run(self, program: Program) -> ExecResult:
         variables = {
             "PATH": "/usr/local/bin:/usr/bin:/bin:/usr/local/sbin:/usr/sbin:/sbin",
             "HOME": WORKSPACE,
             "LANG": "C.UTF-8",
         }
-        inner = ["--chdir", self.path(cwd or ""), "--", *self._inner(command)]
+        inner = ["--chdir", self.path(program.cwd), "--", *self._inner(program.command)]
         try:
             arguments = [*self._wrapper(), *inner]
             ended = await run_program(
-                arguments, env=variables | dict(env or {}), cwd="/", stdin=stdin, timeout_s=timeout_s
+                arguments,
+                env=variables | dict(program.env),
+                cwd="/",
+                stdin=program.stdin,
+                timeout_s=program.timeout_s,
             )
             await check_size(self._folder_path(), self.limits)
         except (OSError, ValueError) as error:  # ValueError: a null byte in an argument

@@ -18,7 +18,7 @@ import shlex
 import signal
 import time
 from abc import abstractmethod
-from collections.abc import Awaitable, Mapping, Sequence
+from collections.abc import Awaitable, Mapping
 from typing import Any, ClassVar, TypeVar
 from urllib.parse import urlsplit, urlunsplit
 
@@ -26,7 +26,7 @@ from raylight.errors import ConfigError, SandboxError, SandboxUnavailableError
 from raylight.sandboxes.exec_sandbox import ExecSandbox
 from raylight.sandboxes.relay import reach_of
 from raylight.sandboxes.remote_program import END_MARKED, MARK_VARIABLE
-from raylight.sandboxes.sandbox import MAX_STDERR, MAX_STDOUT, ExecResult, SandboxLimits
+from raylight.sandboxes.sandbox import MAX_STDERR, MAX_STDOUT, ExecResult, Program, SandboxLimits
 
 T = TypeVar("T")
 START_S = 600.0
@@ -155,27 +155,19 @@ class CloudSandbox(ExecSandbox):
             await self.stop()
             raise
 
-    async def exec(
-        self,
-        command: Sequence[str],
-        *,
-        env: Mapping[str, str] | None = None,
-        cwd: str | None = None,
-        stdin: bytes = b"",
-        timeout_s: float | None = None,
-    ) -> ExecResult:
+    async def run(self, program: Program) -> ExecResult:
         started_at = time.monotonic()
         mark = secrets.token_hex(16)
         folder = f"/tmp/raylight-{mark}"
-        program = [f"export {name}={shlex.quote(value)}" for name, value in (env or {}).items()]
-        program += [f"cd {shlex.quote(self.path(cwd or ''))} && {shlex.join(command)}"]
-        program += [f'echo $? > "{folder}/written" && mv "{folder}/written" "{folder}/status"']
+        lines = [f"export {name}={shlex.quote(value)}" for name, value in program.env.items()]
+        lines += [f"cd {shlex.quote(self.path(program.cwd))} && {shlex.join(program.command)}"]
+        lines += [f'echo $? > "{folder}/written" && mv "{folder}/written" "{folder}/status"']
         try:
             await self.run_script(f"mkdir -p {folder}")
-            await self._guard(self.upload(f"{folder}/in", stdin))
-            await self._guard(self.upload(f"{folder}/program", "\n".join(program).encode()))
+            await self._guard(self.upload(f"{folder}/in", program.stdin))
+            await self._guard(self.upload(f"{folder}/program", "\n".join(lines).encode()))
             await self.run_script(RUN, folder, mark)
-            status = await self._wait(folder, started_at, timeout_s)
+            status = await self._wait(folder, started_at, program.timeout_s)
             if status is None:
                 await self.run_script(END_ALL, mark)
             outputs = [

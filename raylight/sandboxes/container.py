@@ -34,7 +34,7 @@ from raylight.sandboxes.relay import (
     with_address,
 )
 from raylight.sandboxes.remote_program import run_remote_program
-from raylight.sandboxes.sandbox import ExecResult, SandboxLimits
+from raylight.sandboxes.sandbox import ExecResult, Program, SandboxLimits
 
 STOP_S = 60.0
 
@@ -92,22 +92,11 @@ class ToolSandbox(ExecSandbox):
             raise self._start_error(ended)
         self._workspace = workspace
 
-    async def exec(
-        self,
-        command: Sequence[str],
-        *,
-        env: Mapping[str, str] | None = None,
-        cwd: str | None = None,
-        stdin: bytes = b"",
-        timeout_s: float | None = None,
-    ) -> ExecResult:
-        folder = self.path(cwd or "")
+    async def run(self, program: Program) -> ExecResult:
+        folder = self.path(program.cwd)
         return await run_remote_program(
-            lambda program, variables: [self.TOOL, *self._exec_arguments(program, variables, folder)],
-            command,
-            env=env or {},
-            stdin=stdin,
-            timeout_s=timeout_s,
+            lambda command, variables: [self.TOOL, *self._exec_arguments(command, variables, folder)],
+            program,
             env_prefix=self.ENV_PREFIX,
         )
 

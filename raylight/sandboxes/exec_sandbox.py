@@ -8,13 +8,11 @@ from __future__ import annotations
 import base64
 import binascii
 import posixpath
-from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
 from typing import ClassVar
 
 from raylight.errors import ConfigError, SandboxError
 from raylight.sandboxes.folders import SandboxFolder
-from raylight.sandboxes.sandbox import MAX_STDOUT, ExecResult, SandboxLimits
+from raylight.sandboxes.sandbox import MAX_STDOUT, ExecResult, Sandbox, SandboxLimits
 
 CHUNK = MAX_STDOUT // 2
 """Bytes of a file that are read at once; base64 makes them a third longer."""
@@ -26,7 +24,7 @@ READ = f'test -f "$1" || exit {NO_FILE}; tail -c "+$2" -- "$1" | head -c {CHUNK}
 WRITE = 'mkdir -p -- "$(dirname -- "$1")" && cat > "$1" && chmod "$2" -- "$1"'
 
 
-class ExecSandbox(ABC):
+class ExecSandbox(Sandbox):
     """Sandbox whose files are reached by its own programs: sh, cat, tail, head, base64, mkdir, chmod.
 
     Attributes:
@@ -52,18 +50,6 @@ class ExecSandbox(ABC):
     @property
     def root(self) -> str:
         return ""
-
-    @abstractmethod
-    async def exec(
-        self,
-        command: Sequence[str],
-        *,
-        env: Mapping[str, str] | None = None,
-        cwd: str | None = None,
-        stdin: bytes = b"",
-        timeout_s: float | None = None,
-    ) -> ExecResult:
-        """Run a program, as `Sandbox.exec` describes."""
 
     async def read(self, path: str) -> bytes:
         content = bytearray()

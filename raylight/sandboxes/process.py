@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from raylight._utils.files import read_bounded
@@ -12,7 +12,7 @@ from raylight.errors import ConfigError, SandboxError, SandboxUnavailableError
 from raylight.sandboxes.exec_sandbox import MAX_FILE_BYTES
 from raylight.sandboxes.folders import SandboxFolder
 from raylight.sandboxes.local_program import run_program
-from raylight.sandboxes.sandbox import ExecResult, SandboxLimits
+from raylight.sandboxes.sandbox import ExecResult, Program, Sandbox, SandboxLimits
 
 PYTHON_VARIABLES = ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV", "__PYVENV_LAUNCHER__")
 """Variables of the runner's Python, which would make another Python import the runner's packages."""
@@ -57,7 +57,7 @@ async def check_size(folder: str, limits: SandboxLimits) -> None:
         )
 
 
-class ProcessSandbox:
+class ProcessSandbox(Sandbox):
     """Programs of this machine, in a temporary folder. It protects nothing but that folder.
 
     A program reads and writes what the runner's user may, so this is for agents that are trusted; `read` and
@@ -96,30 +96,22 @@ class ProcessSandbox:
         if self._folder is None:
             self._folder = await make_folder()
 
-    async def exec(
-        self,
-        command: Sequence[str],
-        *,
-        env: Mapping[str, str] | None = None,
-        cwd: str | None = None,
-        stdin: bytes = b"",
-        timeout_s: float | None = None,
-    ) -> ExecResult:
-        environment = inherited_environment() | {"TMPDIR": self.workspace} | dict(env or {})
-        folder = os.path.join(self.workspace, cwd or "")
+    async def run(self, program: Program) -> ExecResult:
+        environment = inherited_environment() | {"TMPDIR": self.workspace} | dict(program.env)
+        folder = os.path.join(self.workspace, program.cwd)
         try:
             ended = await run_program(
-                self._limited(command),
+                self._limited(program.command),
                 env=environment,
                 cwd=folder,
-                stdin=stdin,
-                timeout_s=timeout_s,
+                stdin=program.stdin,
+                timeout_s=program.timeout_s,
                 limit_mark=True,
             )
             await check_size(self.workspace, self._limits)
         except (OSError, ValueError) as error:  # ValueError: a null byte in an argument
             raise SandboxError(
-                f"the program {command[0]} cannot be started: {error}; install it on every machine "
+                f"the program {program.command[0]} cannot be started: {error}; install it on every machine "
                 "with runners"
             ) from None
         return ended

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 from urllib.parse import urlsplit
 
 from raylight.errors import ConfigError, SandboxError, SandboxUnavailableError, summarize_ray_error
 from raylight.sandboxes.registry import SandboxSpec
 from raylight.sandboxes.relay import reach_of
-from raylight.sandboxes.sandbox import ExecResult, Sandbox, SandboxLimits
+from raylight.sandboxes.sandbox import ExecResult, Program, Sandbox, SandboxLimits
 
 STOP_S = 60.0
 """Time that the sandbox on the node has to stop before its actor is killed."""
@@ -39,7 +39,7 @@ class NodeSandbox:
         return await getattr(self._sandbox, method)(*args, **options)
 
 
-class RaySandbox:
+class RaySandbox(Sandbox):
     """Another sandbox, held by an actor on a node with a label: `ray:LABEL=VALUE`.
 
     A node gets labels from `ray start --labels="LABEL=VALUE"`. VALUE may also be `!VALUE` or `in(A,B)`, as in
@@ -119,17 +119,10 @@ class RaySandbox:
             ) from None
         self._paths = await self._await(self._actor.start.remote())
 
-    async def exec(
-        self,
-        command: Sequence[str],
-        *,
-        env: Mapping[str, str] | None = None,
-        cwd: str | None = None,
-        stdin: bytes = b"",
-        timeout_s: float | None = None,
-    ) -> ExecResult:
-        options = {"env": dict(env or {}), "cwd": cwd, "stdin": stdin, "timeout_s": timeout_s}
-        result = await self._call("exec", list(command), **options)
+    async def run(self, program: Program) -> ExecResult:
+        result = await self._call(
+            "run", replace(program, command=list(program.command), env=dict(program.env))
+        )
         if result.status in KILLED:  # perhaps by the end of the actor, which kills what it has started
             await self._await(self._actor.address.remote())
         return result

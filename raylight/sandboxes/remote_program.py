@@ -15,7 +15,7 @@ from dataclasses import replace
 from raylight.errors import SandboxError
 from raylight.sandboxes.local_program import TERMINATE_GRACE_S, run_program
 from raylight.sandboxes.process import inherited_environment
-from raylight.sandboxes.sandbox import ExecResult
+from raylight.sandboxes.sandbox import ExecResult, Program
 
 MARK_VARIABLE = "RAYLIGHT_REMOTE_PROGRAM"
 """Variable of the mark. It differs from the mark of local programs, whose processes end with the command."""
@@ -34,11 +34,8 @@ END_S = 30.0
 
 async def run_remote_program(
     wrap: Callable[[Sequence[str], Mapping[str, str]], list[str]],
-    command: Sequence[str],
+    program: Program,
     *,
-    env: Mapping[str, str],
-    stdin: bytes,
-    timeout_s: float | None,
     env_prefix: str = "",
     ends_children: bool = False,
 ) -> ExecResult:
@@ -47,21 +44,18 @@ async def run_remote_program(
     Args:
         wrap: returns the command of this machine for a program and its variables. Their values reach it by
             its environment, never by its arguments, which all users can read.
-        command: the program and its arguments.
-        env: variables of the program.
-        stdin: its standard input.
-        timeout_s: seconds after which it is ended.
-        env_prefix: prefix of the names of `env` in the environment of the command of this machine.
+        program: the program; its `cwd` is left to `wrap`.
+        env_prefix: prefix of the names of its variables in the environment of the command of this machine.
         ends_children: end what the program left behind.
 
     Raises:
         SandboxError: the command of this machine cannot be started.
     """
     mark = secrets.token_hex(16)
-    variables = {**env, MARK_VARIABLE: mark}
+    variables = {**program.env, MARK_VARIABLE: mark}
 
-    async def run(program: Sequence[str], given: Mapping[str, str], **more: object) -> ExecResult:
-        outer = wrap(program, given)
+    async def run(command: Sequence[str], given: Mapping[str, str], **more: object) -> ExecResult:
+        outer = wrap(command, given)
         variables = {f"{env_prefix}{name}": value for name, value in given.items()}
         try:
             return await run_program(outer, env=inherited_environment() | variables, **more)  # type: ignore[arg-type]
@@ -74,7 +68,7 @@ async def run_remote_program(
         await run(["sh", "-c", END_MARKED, "sh", mark], {}, timeout_s=END_S)
 
     try:
-        ended = await run(command, variables, stdin=stdin, timeout_s=timeout_s)
+        ended = await run(program.command, variables, stdin=program.stdin, timeout_s=program.timeout_s)
     except asyncio.CancelledError:
         await asyncio.shield(end())
         raise

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar, Protocol
@@ -56,6 +57,17 @@ class ExecResult:
     seconds: float = field(default=0.0, compare=False)
 
 
+@dataclass(frozen=True)
+class Program:
+    """A program to run in a sandbox; see `Sandbox.exec`."""
+
+    command: Sequence[str]
+    env: Mapping[str, str] = field(default_factory=dict)
+    cwd: str = ""
+    stdin: bytes = b""
+    timeout_s: float | None = None
+
+
 class Sandbox(Protocol):
     """A place in which programs run, with a folder, the workspace.
 
@@ -108,6 +120,11 @@ class Sandbox(Protocol):
             timeout_s: seconds after which the program is ended (SIGTERM, after 3 s SIGKILL); the result
                 says so. None: no limit.
         """
+        return await self.run(Program(command, env or {}, cwd or "", stdin, timeout_s))
+
+    @abstractmethod
+    async def run(self, program: Program) -> ExecResult:
+        """Run a program, as `exec` describes."""
 
     async def read(self, path: str) -> bytes:
         """Return the content of a file.

@@ -6,6 +6,7 @@ import asyncio
 import secrets
 import shlex
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 from raylight.errors import SandboxError, SandboxUnavailableError
 from raylight.sandboxes.exec_sandbox import ExecSandbox
@@ -13,7 +14,7 @@ from raylight.sandboxes.local_program import run_program
 from raylight.sandboxes.process import inherited_environment, make_folder
 from raylight.sandboxes.relay import address_of, with_address
 from raylight.sandboxes.remote_program import MARK_VARIABLE, run_remote_program
-from raylight.sandboxes.sandbox import ExecResult, SandboxLimits
+from raylight.sandboxes.sandbox import ExecResult, Program, SandboxLimits
 
 CONNECT_S, STOP_S = 30, 60.0
 PERSIST_S = 600
@@ -68,18 +69,11 @@ class SshSandbox(ExecSandbox):
             raise SandboxUnavailableError(f"no sandbox can be made on {self._host} by ssh: {reason}")
         self._workspace = ended.stdout.strip().splitlines()[-1]
 
-    async def exec(
-        self,
-        command: Sequence[str],
-        *,
-        env: Mapping[str, str] | None = None,
-        cwd: str | None = None,
-        stdin: bytes = b"",
-        timeout_s: float | None = None,
-    ) -> ExecResult:
-        folder, variables = self.path(cwd or ""), await self._send_variables(env or {})
+    async def run(self, program: Program) -> ExecResult:
+        folder = self.path(program.cwd)
+        variables = await self._send_variables(program.env)
 
-        def wrap(program: Sequence[str], given: Mapping[str, str]) -> list[str]:
+        def wrap(command: Sequence[str], given: Mapping[str, str]) -> list[str]:
             settings = [
                 f"cd {shlex.quote(folder)}",
                 *self.limits.shell_commands(),
@@ -87,12 +81,10 @@ class SshSandbox(ExecSandbox):
             ]
             if mark := given.get(MARK_VARIABLE):
                 settings.append(f"export {MARK_VARIABLE}={mark}")
-            script = f"{' && '.join(settings)} && exec {shlex.join(program)}"
+            script = f"{' && '.join(settings)} && exec {shlex.join(command)}"
             return self._command([], f"exec sh -c {shlex.quote(script)}")
 
-        ended = await run_remote_program(
-            wrap, command, env={}, stdin=stdin, timeout_s=timeout_s, ends_children=True
-        )
+        ended = await run_remote_program(wrap, replace(program, env={}), ends_children=True)
         if ended.status == FAILED and (await self._ssh(["-O", "check"], None)).status != 0:
             raise SandboxUnavailableError(
                 f"the connection to {self._host} was lost: {ended.stderr.strip()[-400:]}"
