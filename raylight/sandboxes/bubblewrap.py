@@ -21,7 +21,7 @@ from raylight.sandboxes.relay import (
     start_relay,
     with_address,
 )
-from raylight.sandboxes.sandbox import ExecResult, Program, SandboxLimits
+from raylight.sandboxes.sandbox import ExecResult, SandboxLimits, SandboxProgram
 
 SYSTEM_FOLDERS = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/libx32")
 SYSTEM_FILES = (
@@ -85,7 +85,7 @@ class BubblewrapSandbox(ExecSandbox):
                 "user namespaces (sysctl kernel.unprivileged_userns_clone), or use another sandbox"
             )
 
-    async def run(self, program: Program) -> ExecResult:
+    async def run(self, program: SandboxProgram) -> ExecResult:
         variables = {
             "PATH": "/usr/local/bin:/usr/bin:/bin:/usr/local/sbin:/usr/sbin:/sbin",
             "HOME": WORKSPACE,

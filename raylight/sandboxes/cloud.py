@@ -26,7 +26,7 @@ from raylight.errors import ConfigError, SandboxError, SandboxUnavailableError
 from raylight.sandboxes.exec_sandbox import ExecSandbox
 from raylight.sandboxes.relay import reach_of
 from raylight.sandboxes.remote_program import END_MARKED, MARK_VARIABLE
-from raylight.sandboxes.sandbox import MAX_STDERR, MAX_STDOUT, ExecResult, Program, SandboxLimits
+from raylight.sandboxes.sandbox import MAX_STDERR, MAX_STDOUT, ExecResult, SandboxLimits, SandboxProgram
 
 T = TypeVar("T")
 START_S = 600.0
@@ -155,7 +155,7 @@ class CloudSandbox(ExecSandbox):
             await self.stop()
             raise
 
-    async def run(self, program: Program) -> ExecResult:
+    async def run(self, program: SandboxProgram) -> ExecResult:
         started_at = time.monotonic()
         mark = secrets.token_hex(16)
         folder = f"/tmp/raylight-{mark}"

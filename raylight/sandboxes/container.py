@@ -34,7 +34,7 @@ from raylight.sandboxes.relay import (
     with_address,
 )
 from raylight.sandboxes.remote_program import run_remote_program
-from raylight.sandboxes.sandbox import ExecResult, Program, SandboxLimits
+from raylight.sandboxes.sandbox import ExecResult, SandboxLimits, SandboxProgram
 
 STOP_S = 60.0
 
@@ -92,7 +92,7 @@ class ToolSandbox(ExecSandbox):
             raise self._start_error(ended)
         self._workspace = workspace
 
-    async def run(self, program: Program) -> ExecResult:
+    async def run(self, program: SandboxProgram) -> ExecResult:
         folder = self.path(program.cwd)
         return await run_remote_program(
             lambda command, variables: [self.TOOL, *self._exec_arguments(command, variables, folder)],

@@ -12,7 +12,7 @@ from raylight.errors import ConfigError, SandboxError, SandboxUnavailableError
 from raylight.sandboxes.exec_sandbox import MAX_FILE_BYTES
 from raylight.sandboxes.folders import SandboxFolder
 from raylight.sandboxes.local_program import run_program
-from raylight.sandboxes.sandbox import ExecResult, Program, Sandbox, SandboxLimits
+from raylight.sandboxes.sandbox import ExecResult, Sandbox, SandboxLimits, SandboxProgram
 
 PYTHON_VARIABLES = ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV", "__PYVENV_LAUNCHER__")
 """Variables of the runner's Python, which would make another Python import the runner's packages."""
@@ -96,7 +96,7 @@ class ProcessSandbox(Sandbox):
         if self._folder is None:
             self._folder = await make_folder()
 
-    async def run(self, program: Program) -> ExecResult:
+    async def run(self, program: SandboxProgram) -> ExecResult:
         environment = inherited_environment() | {"TMPDIR": self.workspace} | dict(program.env)
         folder = os.path.join(self.workspace, program.cwd)
         try:

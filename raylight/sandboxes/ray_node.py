@@ -11,7 +11,7 @@ from urllib.parse import urlsplit
 from raylight.errors import ConfigError, SandboxError, SandboxUnavailableError, summarize_ray_error
 from raylight.sandboxes.registry import SandboxSpec
 from raylight.sandboxes.relay import reach_of
-from raylight.sandboxes.sandbox import ExecResult, Program, Sandbox, SandboxLimits
+from raylight.sandboxes.sandbox import ExecResult, Sandbox, SandboxLimits, SandboxProgram
 
 STOP_S = 60.0
 """Time that the sandbox on the node has to stop before its actor is killed."""
@@ -119,7 +119,7 @@ class RaySandbox(Sandbox):
             ) from None
         self._paths = await self._await(self._actor.start.remote())
 
-    async def run(self, program: Program) -> ExecResult:
+    async def run(self, program: SandboxProgram) -> ExecResult:
         result = await self._call(
             "run", replace(program, command=list(program.command), env=dict(program.env))
         )

@@ -15,7 +15,7 @@ from dataclasses import replace
 from raylight.errors import SandboxError
 from raylight.sandboxes.local_program import TERMINATE_GRACE_S, run_program
 from raylight.sandboxes.process import inherited_environment
-from raylight.sandboxes.sandbox import ExecResult, Program
+from raylight.sandboxes.sandbox import ExecResult, SandboxProgram
 
 MARK_VARIABLE = "RAYLIGHT_REMOTE_PROGRAM"
 """Variable of the mark. It differs from the mark of local programs, whose processes end with the command."""
@@ -34,7 +34,7 @@ END_S = 30.0
 
 async def run_remote_program(
     wrap: Callable[[Sequence[str], Mapping[str, str]], list[str]],
-    program: Program,
+    program: SandboxProgram,
     *,
     env_prefix: str = "",
     ends_children: bool = False,

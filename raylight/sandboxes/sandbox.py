@@ -58,7 +58,7 @@ class ExecResult:
 
 
 @dataclass(frozen=True)
-class Program:
+class SandboxProgram:
     """A program to run in a sandbox; see `Sandbox.exec`."""
 
     command: Sequence[str]
@@ -120,10 +120,10 @@ class Sandbox(Protocol):
             timeout_s: seconds after which the program is ended (SIGTERM, after 3 s SIGKILL); the result
                 says so. None: no limit.
         """
-        return await self.run(Program(command, env or {}, cwd or "", stdin, timeout_s))
+        return await self.run(SandboxProgram(command, env or {}, cwd or "", stdin, timeout_s))
 
     @abstractmethod
-    async def run(self, program: Program) -> ExecResult:
+    async def run(self, program: SandboxProgram) -> ExecResult:
         """Run a program, as `exec` describes."""
 
     async def read(self, path: str) -> bytes:

@@ -14,7 +14,7 @@ from raylight.sandboxes.local_program import run_program
 from raylight.sandboxes.process import inherited_environment, make_folder
 from raylight.sandboxes.relay import address_of, with_address
 from raylight.sandboxes.remote_program import MARK_VARIABLE, run_remote_program
-from raylight.sandboxes.sandbox import ExecResult, Program, SandboxLimits
+from raylight.sandboxes.sandbox import ExecResult, SandboxLimits, SandboxProgram
 
 CONNECT_S, STOP_S = 30, 60.0
 PERSIST_S = 600
@@ -69,7 +69,7 @@ class SshSandbox(ExecSandbox):
             raise SandboxUnavailableError(f"no sandbox can be made on {self._host} by ssh: {reason}")
         self._workspace = ended.stdout.strip().splitlines()[-1]
 
-    async def run(self, program: Program) -> ExecResult:
+    async def run(self, program: SandboxProgram) -> ExecResult:
         folder = self.path(program.cwd)
         variables = await self._send_variables(program.env)
 
