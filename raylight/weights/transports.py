@@ -83,11 +83,7 @@ def find_transport(name: str) -> Transport:
 
 
 def choose_transport(
-    engine: EngineConfig,
-    learner: LearnerConfig,
-    workers: int,
-    vllm_transfer: bool,
-    during_updates: bool = False,
+    engine: EngineConfig, learner: LearnerConfig, workers: int, vllm_transfer: bool, during_updates: bool
 ) -> str:
     """Resolve `engine.weight_transfer` to the name of a transport that engines and learners support.
 
