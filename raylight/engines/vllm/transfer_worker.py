@@ -18,7 +18,7 @@ from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 from vllm.model_executor.model_loader.mtp_validation import disable_mtp_completeness_check
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
-from raylight.engines.vllm.routes import capture_routes_on_cpu
+from raylight.engines.vllm.update_repairs import capture_routes_on_cpu
 from raylight.engines.vllm.worker import WorkerExtension, note_start_stages
 from raylight.weights.gloo import GlooReceiver
 
