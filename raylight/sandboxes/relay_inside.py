@@ -1,4 +1,4 @@
-"""SandboxProgram inside a sandbox without a network: a port of its loopback leads to a Unix socket of the runner.
+"""Program inside a sandbox without a network: a port of its loopback leads to a Unix socket of the runner.
 
     python3 relay_inside.py SOCKET PORT COMMAND ...
 
