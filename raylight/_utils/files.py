@@ -80,8 +80,7 @@ def atomic_folder(folder: str | Path) -> Iterator[Path]:
 def atomic_files(folder: str | Path) -> Iterator[Path]:
     """Yield a new, empty folder whose files move to `folder` when the block ends.
 
-    Each file replaces its namesake; other files stay. If the block raises, `folder` is
-    unchanged.
+    Each file replaces its namesake; other files stay. If the block raises, `folder` is unchanged.
     """
     folder = Path(folder)
     with _partial_folder(folder) as partial:

@@ -174,8 +174,7 @@ def resume_after(
 
     Args:
         metadata: result of `state_metadata`, as stored with the state.
-        same_run: True if the state belongs to the run in this directory, whose store has the rollouts after
-        it.
+        same_run: True if the state is from the run in this directory, whose store has the rollouts after it.
 
     Raises:
         ConfigError: the state belongs to another model, algorithm or adapter, or was written by another
