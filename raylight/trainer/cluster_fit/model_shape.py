@@ -20,6 +20,7 @@ from raylight.learner.model.adapter import peft_config
 from raylight.learner.model.model_check import language_part
 from raylight.learner.model.muon import muon_matrices
 from raylight.learner.tokens.micro_batch import activation_bytes
+from raylight.trainer.cluster_fit.local_memory import TensorMemoryCounter
 
 
 @dataclass(frozen=True)
@@ -251,36 +252,19 @@ def _traced_peak(
         model = _few_layers(path, layers, dtype)
         if checkpointing:
             model.gradient_checkpointing_enable({"use_reentrant": False})
-        for param in model.parameters() if trains else ():  # gradients of earlier micro-batches
-            param.grad = torch.zeros_like(param)
-        tracker = _memory_tracker()
-        tracker.track_external(model)
+        counter = TensorMemoryCounter()
+        for param in model.parameters():
+            counter.ignore(param)
+            if trains:  # gradients of earlier micro-batches
+                param.grad = torch.zeros_like(param)
+                counter.ignore(param.grad)
         ids = torch.zeros(rows, length, dtype=torch.long)
         positions = torch.arange(length).expand(rows, -1)
-        with tracker, torch.set_grad_enabled(trains):
+        with counter, torch.set_grad_enabled(trains):
             states = language_part(model)(input_ids=ids, position_ids=positions, use_cache=False)[0]
             if trains:
                 states.backward(torch.zeros_like(states))
-    return scale * sum(
-        size
-        for snapshot in tracker.get_tracker_snapshot("peak").values()
-        for kind, size in snapshot.items()
-        if getattr(kind, "value", kind) not in ("Parameter", "Gradient", "Total")
-    )
-
-
-def _memory_tracker() -> Any:
-    """Return torch's tracker without its largest cost: it takes snapshots at each read of a tensor's device,
-    two thirds of the operations of a pass."""
-    from torch.distributed._tools.mem_tracker import MemTracker
-
-    class Tracker(MemTracker):
-        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            if func is torch.ops.prim.device.default:
-                return func(*args, **kwargs or {})
-            return super().__torch_dispatch__(func, types, args, kwargs)
-
-    return Tracker()
+    return scale * counter.peak
 
 
 def _few_layers(path: str, layers: int, dtype: torch.dtype) -> Any:

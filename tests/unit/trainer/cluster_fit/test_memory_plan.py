@@ -9,7 +9,7 @@ from raylight.config import EngineConfig, LearnerConfig, LoraConfig, RunnerConfi
 from raylight.errors import ConfigError
 from raylight.experience.settings.policy_settings import CriticSettings, PolicySettings
 from raylight.trainer.cluster_fit.cluster_shape import GIB, ClusterShape, NodeShape
-from raylight.trainer.cluster_fit.memory_plan import PlannedRun, _changes, make_plan
+from raylight.trainer.cluster_fit.memory_plan import PlannedRun, _changes, _roles, make_plan
 from raylight.trainer.cluster_fit.model_shape import (
     adapter_parameters,
     measure_activations,
@@ -82,7 +82,7 @@ def planned(path: str, settings: PolicySettings | None = None, **learner: object
 
 
 def learner_items(run: PlannedRun) -> dict[str, int]:
-    return {item.name: item.size for item in make_plan(run, H100S).roles[0].items}
+    return {item.name: item.size for item in _roles(run, read_shape(run.model_path), H100S)[0].items}
 
 
 def test_the_sizes_of_a_dense_model(dense):
