@@ -1,6 +1,7 @@
 """`raylight doctor`: the facts, the judgement, and what is printed."""
 
 import dataclasses
+import functools
 import io
 import json
 import os
@@ -34,6 +35,8 @@ MACHINE = Machine(
 )
 NODE = Node("10.0.0.1", {"CPU": 8.0, "GPU": 2.0, "memory": 16.0 * GIB}, raylight=__version__)
 FLAG = "RAY_SERVE_ENABLE_HA_PROXY=1"
+IMPORT_ONCE = functools.cache(report.import_packages)
+"""Check of the machine's packages. Its process imports them for seconds, so tests share the result."""
 
 
 def printed(machine=MACHINE, packages=None, cluster=None) -> str:
@@ -232,6 +235,7 @@ def bare_machine(monkeypatch, left) -> None:
     monkeypatch.setattr(report, "gather_machine", lambda: dataclasses.replace(MACHINE, haproxy=None))
     monkeypatch.setattr(report, "gather_cluster", lambda address: None)
     monkeypatch.setattr(report, "load_xgrammar", lambda: None)
+    monkeypatch.setattr(report, "import_packages", IMPORT_ONCE)
 
 
 FOLDER = Leftover("folder", "/tmp/raylight-0/abc", 2**20)
