@@ -157,7 +157,8 @@ class Report(ProgressReporter):
                 shutil.rmtree(self.folder / name, ignore_errors=True)
         for name in ("summary.json", PLOT_FILE):
             (self.folder / name).unlink(missing_ok=True)
-        write_atomic(self.folder / "config.yaml", yaml.safe_dump(config, sort_keys=False))
+        dumper = getattr(yaml, "CSafeDumper", yaml.SafeDumper)  # ten times as fast if it is compiled
+        write_atomic(self.folder / "config.yaml", yaml.dump(config, Dumper=dumper, sort_keys=False))
 
     @property
     def checkpoint(self) -> Path:

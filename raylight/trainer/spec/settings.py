@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.metadata
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
@@ -306,6 +307,7 @@ class TrainedSettings(ServedSettings):
         }
 
 
+@functools.cache
 def package_versions() -> dict[str, str]:
     """Return the versions of raylight and of the packages that a run depends on."""
     return {"raylight": __version__} | {name: importlib.metadata.version(name) for name in PACKAGES}
