@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from syntax_trees import parsed
 
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "raylight"
@@ -67,6 +68,8 @@ class Changes(ast.NodeVisitor):
         self._restored = 0
         for node in ast.walk(tree):
             self._bind(node)
+        for name in [name for name, full in self._foreign.items() if full.split(".")[0] == "raylight"]:
+            del self._foreign[name]
         self.visit(tree)
 
     def _bind(self, node: ast.AST) -> None:
@@ -83,8 +86,6 @@ class Changes(ast.NodeVisitor):
             name = None if isinstance(node.value, ast.Call) else self._name(node.value)
             if name and isinstance(target, ast.Name):
                 self._foreign[target.id] = name
-        for name in [name for name, full in self._foreign.items() if full.split(".")[0] == "raylight"]:
-            del self._foreign[name]
 
     def _name(self, node: ast.AST) -> str | None:
         """Return the full name of a chain of attributes that begins with a foreign name."""
@@ -156,15 +157,12 @@ class Changes(ast.NodeVisitor):
                 self.found.add(name)
 
 
-def changes_of(code: str) -> set[str]:
-    return Changes(ast.parse(code)).found
-
-
 def changes() -> set[tuple[str, str]]:
     """Return the changes of the package: the changed name, and the file."""
-    files = {path: path.read_text() for path in sorted(PACKAGE.rglob("*.py"))}
     return {
-        (name, str(path.relative_to(PACKAGE))) for path, text in files.items() for name in changes_of(text)
+        (name, str(path.relative_to(PACKAGE)))
+        for path in PACKAGE.rglob("*.py")
+        for name in Changes(parsed(path)).found
     }
 
 
@@ -207,7 +205,7 @@ def test_all_changes_are_documented() -> None:
     ],
 )
 def test_changes_are_found(code: str, found: set[str]) -> None:
-    assert changes_of(code) == found
+    assert Changes(ast.parse(code)).found == found
 
 
 STATE_CHANGES = """

@@ -15,6 +15,7 @@ import pytest
 from annotated_types import Ge, Gt, Le, Lt
 from openai import AsyncOpenAI
 from pydantic import BaseModel
+from syntax_trees import parsed
 from typer.testing import CliRunner
 
 import raylight
@@ -251,7 +252,7 @@ def test_every_settings_class_is_covered() -> None:
     names = {cls.__name__ for cls in CLASSES} | {"Config", "VERL"}
     missing = set()
     for file in Path(raylight.__file__).parent.rglob("*.py"):
-        for node in ast.walk(ast.parse(file.read_text())):
+        for node in ast.walk(parsed(file)):
             if isinstance(node, ast.ClassDef):
                 bases = {base.id for base in node.bases if isinstance(base, ast.Name)}
                 if bases & names and node.name not in names:
