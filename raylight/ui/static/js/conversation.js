@@ -6,7 +6,7 @@ import { count, number, seconds, text } from "./format.js";
 
 /** Characters after which a message is folded. */
 const LONG = 4000;
-/** Roles that have a colour of their own. */
+/** Roles with their own colour. */
 const ROLES = ["system", "developer", "user", "tool", "assistant"];
 
 /** Return the calls of a rollout. */

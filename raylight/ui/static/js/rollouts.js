@@ -91,7 +91,7 @@ function rolloutTable(run, items, sorting) {
   return table("Rollouts", columns, items);
 }
 
-/** Return a bar as long as a reward among those of the list. */
+/** Return a bar for a reward, scaled to the rewards of the list. */
 function meter(reward, low, high) {
   if (reward === null || low === high) return null;
   const bar = h("span", { class: "meter" }, h("span", {}));
