@@ -156,7 +156,8 @@ class CommandAgent(LitAgent[Any]):
     async def _run(self, program: HarnessProgram, task: Any, asked: HarnessTask) -> RolloutResult:
         """Run the program, and return the reward of what it left."""
         result = await program.run(asked.timeout_s or self._timeout_s)
-        if self._reward == "exit_status" and asked.score is None and result.status in (0, 1):
+        is_exit = self._reward == "exit_status" and asked.score is None and not result.timed_out
+        if is_exit and result.status in (0, 1):
             return 1.0 - result.status
         if not self._scores_failures and not (asked.scores_timeouts and result.timed_out):
             program.check(result)
@@ -233,7 +234,7 @@ class CommandAgent(LitAgent[Any]):
             return await reward_in_file(sandbox, posixpath.join(program.cwd, str(reward)))
         if not callable(reward):
             return (
-                float(result.status == 0)
+                float(result.status == 0 and not result.timed_out)
                 if reward == "exit_status"
                 else reward_in_output(program.command[0], result.stdout)
             )

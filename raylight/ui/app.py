@@ -37,6 +37,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from raylight._utils.aio import pause
 from raylight._utils.no_proxy import LOOPBACK
+from raylight._utils.plain_json import plain
 from raylight.errors import ConfigError, ImageError, QueryError, RaylightError, UnknownIdError
 from raylight.http.request import is_own_host
 from raylight.http.slow_clients import ImpatientProtocol
@@ -44,7 +45,6 @@ from raylight.http.sse import sse_bytes
 from raylight.images.image import media_type_of
 from raylight.types import JsonObject
 from raylight.ui import rollout_view, token_view
-from raylight.ui.rollout_view import plain
 from raylight.ui.run_folder import REFRESH_S, RunFolder, ShownRun, find_runs, name_runs
 from raylight.ui.workers import show_workers
 

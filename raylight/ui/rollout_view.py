@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from raylight._utils.plain_json import plain
 from raylight.errors import UnknownIdError
 from raylight.experience.batches.token_records import TokenRecords
 from raylight.experience.trajectories.call_lineage import CallLineage, trace_lineage
@@ -198,21 +199,6 @@ def advantages_of(
         joined = np.concatenate(values) if values else np.empty(0)
         means[name] = None if not values else float(joined.mean()) if len(joined) else 0.0
     return means
-
-
-def plain(value: object) -> object:
-    """Return a value as JSON has it; what JSON lacks as text."""
-    if isinstance(value, float):
-        return value if np.isfinite(value) else None
-    if value is None or isinstance(value, bool | int | str):
-        return value
-    if isinstance(value, Mapping):
-        return {str(name): plain(item) for name, item in value.items()}
-    if isinstance(value, list | tuple | set | frozenset):
-        return [plain(item) for item in value]
-    if isinstance(value, np.generic | np.ndarray):
-        return plain(value.tolist())
-    return repr(value)
 
 
 def _calls(

@@ -37,6 +37,8 @@ SUMMARISED = (
     "step",
     VAL_STEP,
     "val/reward",
+    "val/rollouts",
+    "val/failed",
     "train/reward",
     "val/loss",
     "train/loss",

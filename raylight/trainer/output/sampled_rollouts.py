@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
-import reprlib
 
+from raylight._utils.plain_json import plain
 from raylight.traces.messages import TraceToMessages
 from raylight.trainer.output.loggers import SampledRollout
 from raylight.types import FinishedRollout, JsonObject
@@ -49,7 +49,7 @@ def _message_text(message: JsonObject) -> str:
 
 
 def _as_json(value: object) -> str:
-    return json.dumps(value, ensure_ascii=False, default=reprlib.repr)
+    return json.dumps(plain(value), ensure_ascii=False)
 
 
 def _cut(text: str) -> str:

@@ -14,6 +14,7 @@ from pydantic import Field, field_validator
 
 from raylight._utils.bounds import MAX_SAMPLES, MAX_SECONDS
 from raylight._utils.files import write_atomic
+from raylight._utils.plain_json import plain
 from raylight.agent.litagent import LitAgent
 from raylight.agent.resources import LLM, check_sampling
 from raylight.algorithms.policy import RunSettings
@@ -239,7 +240,7 @@ async def _collect(store: StoreClient, ids: list[str], samples: int, path: Path)
             chunk = ids[start : start + COLLECT_CHUNK]
             for item in await store.collect(chunk, with_spans=True, with_span_tokens=False):
                 task, sample = divmod(len(finished), samples)
-                file.write(json.dumps(eval_line(item, task, sample), default=repr) + "\n")
+                file.write(json.dumps(eval_line(item, task, sample)) + "\n")
                 finished.append(replace(item, spans=[]))
     return finished
 
@@ -311,7 +312,7 @@ def eval_line(item: FinishedRollout, task: int, sample: int) -> JsonObject:
     ended = attempt.end_time if attempt else None
     texts = [span.attributes[OUTPUT_MESSAGES] for span in item.spans if OUTPUT_MESSAGES in span.attributes]
     return {
-        "task": rollout.input,
+        "task": plain(rollout.input),
         "task_index": task,
         "sample": sample,
         "rollout_id": rollout.rollout_id,

@@ -188,6 +188,8 @@ def resume_after(
     if changed:
         listed = "; ".join(f"{name}: {values}" for name, values in changed.items())
         notes.append(f"settings that differ from the training state's: {listed}")
+    if any(name.partition(".")[0] == "tasks" for name in changed):
+        progress["tasks"] = {}  # it names tasks by their positions in the former ones
     updates_differ = same_run and any(affects_updates(name, config) for name in changed)
     if same_run and not updates_differ:
         return ResumePoint(metadata["lineage"], state_url, step, **progress, same_run=True, notes=notes)
@@ -292,10 +294,8 @@ def affects_updates(name: str, config: JsonObject) -> bool:
         return any(settings.get("lr_schedule", "constant") != "constant" for settings in schedules)
     if section == "algorithm":
         return rest.split(".")[0] not in SAME_UPDATES
-    return section in ("seed", "tasks", "trained_agents") or name in (
-        "learner.long_rows",
-        "learner.max_row_tokens",
-    )
+    sections = ("seed", "tasks", "trained_agents", "group_reward", "reward_models")
+    return section in sections or name in ("learner.long_rows", "learner.max_row_tokens")
 
 
 def highest_logged_version(metrics: Path) -> int:

@@ -250,6 +250,8 @@ class RolloutSettings(CommonSettings):
 
     def resolved(self) -> JsonObject:
         content: JsonObject = {"name": self.name} | self._resolved_model()
+        if self.group_reward is not None:
+            content["group_reward"] = _qualified_name(self.group_reward)
         if self.reward_models:
             content["reward_models"] = [
                 {"name": one.model.name} | one.model.config.model_dump(mode="json", exclude_unset=True)
@@ -305,6 +307,12 @@ class TrainedSettings(ServedSettings):
             "trained_agents": training.trained_agents,
             **training.resolved(self.serving.model_path),
         }
+
+
+def _qualified_name(function: object) -> str:
+    """Return "module:name" of a function, or of the class of another callable."""
+    named = function if hasattr(function, "__qualname__") else type(function)
+    return f"{named.__module__}:{named.__qualname__}"
 
 
 @functools.cache

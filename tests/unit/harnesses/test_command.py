@@ -232,6 +232,15 @@ async def test_another_exit_status_is_a_failure() -> None:
     assert "exit status 2" in (await failure(shell("exit 2", reward="exit_status")))[1]
 
 
+async def test_the_exit_status_of_a_program_out_of_time_is_no_reward() -> None:
+    script = "trap 'exit 0' TERM; echo started; sleep 60 & wait"
+    kind, error = await failure(shell(script, reward="exit_status", timeout_s=0.5))
+    assert kind == "agent"
+    assert "was ended after" in error
+    _, spans = await run(shell(script, reward="exit_status", timeout_s=0.5, scores_failures=True))
+    assert find_final_reward(spans) == 0.0
+
+
 async def test_a_function_scores_the_output() -> None:
     def score(task: dict[str, Any], result: CommandResult) -> float:
         emit_message(result.stderr.strip())

@@ -74,9 +74,9 @@ def test_distinct_errors_are_counted_up_to_a_limit(report: Report) -> None:
 
 
 def test_the_summary_compares_the_first_and_last_validation(report: Report) -> None:
-    report.step(0, {"val/reward": 0.25})
+    report.step(0, {"val/reward": 0.25, "val/rollouts": 8, "val/failed": 1})
     report.step(1, {"train/reward": 0.5})
-    report.step(2, {"train/reward": 0.6, "val/reward": 0.75})
+    report.step(2, {"train/reward": 0.6, "val/reward": 0.75, "val/rollouts": 8, "val/failed": 4})
     summary = report.finish({"total_rollouts": 48})
     assert json.loads((report.folder / "summary.json").read_text()) == summary
     assert (summary["reward"], summary["reward_before"], summary["reward_after"]) == (
@@ -85,6 +85,7 @@ def test_the_summary_compares_the_first_and_last_validation(report: Report) -> N
         0.75,
     )
     assert (summary["steps"], summary["rollouts"], summary["rollouts_failed"]) == (2, 48, 0)
+    assert summary["val_failed_share"] == 0.5
     assert (report.folder / "reward.png").read_bytes().startswith(PNG)
     assert not list(report.folder.glob("*.partial"))
 

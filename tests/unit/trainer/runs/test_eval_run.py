@@ -1,6 +1,7 @@
 """Evaluation runs without a cluster: inputs, written files, and the absence of learners."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from raylight.errors import AgentSignatureError, ConfigError, DatasetError, Mode
 from raylight.semconv import OUTPUT_MESSAGES
 from raylight.trainer.components.endpoints import fill_resources
 from raylight.trainer.output.displays.tables import print_scores
+from raylight.trainer.output.sampled_rollouts import sampled_rollout
 from raylight.trainer.output.scores import measure
 from raylight.trainer.runs.eval_run import (
     EvalSettings,
@@ -277,6 +279,15 @@ def test_a_line_has_what_a_reader_wants_to_know() -> None:
         eval_line(said([{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]), 0, 0)["text"] == "ab"
     )
     assert eval_line(said(None), 0, 0)["text"] is None
+    made = said("4")
+    task = {("a", 1): float("nan"), "b": (b"\x00", Path("x"))}
+    rollout = made.rollout.model_copy(update={"input": task})
+    line = eval_line(replace(made, rollout=rollout), 0, 0)
+    assert json.loads(json.dumps(line, allow_nan=False))["task"] == {
+        "('a', 1)": None,
+        "b": [repr(b"\x00"), repr(Path("x"))],
+    }
+    assert sampled_rollout(replace(made, rollout=rollout)).task.startswith("{\"('a', 1)\": null")
     failed = eval_line(make_finished(failure=BROKEN, calls=0), 0, 0)
     wanted = {
         "status": "failed",

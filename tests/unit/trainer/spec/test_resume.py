@@ -16,6 +16,8 @@ from raylight.config import LoraConfig
 from raylight.errors import ConfigError, StoreError
 from raylight.learner.state.checkpoints import TrainingStates
 from raylight.store.tables.journal import Journal
+from raylight.tasks import Curriculum, Mixture, Stages
+from raylight.tasks.task_set import TaskSet
 from raylight.trainer.components.run_components import RolloutComponents
 from raylight.trainer.output.report import Report
 from raylight.trainer.spec.resume import (
@@ -69,6 +71,8 @@ def changed(**values: object) -> dict:
         ({"algorithm__lr": 1e-3}, True),
         ({"seed": 1}, True),
         ({"tasks__digest": "xyz"}, True),
+        ({"group_reward": "my_module:reward"}, True),
+        ({"reward_models": [{"name": "judge", "model": "/j"}]}, True),
         ({"algorithm__lr_schedule": "cosine", "total_steps": 40}, True),
     ],
 )
@@ -151,6 +155,44 @@ def test_another_learning_rate_starts_a_lineage_with_new_versions():
     assert any("algorithm.lr: 0.0001 -> 1.0" in note for note in start.notes)
     same = resume_after("u", 10, metadata(fresh_start()), changed(learner__n=4), highest_version=8)
     assert (same.version, same.starts_new_lineage) == (5, False)
+
+
+def test_a_group_reward_is_compared_by_its_name():
+    assert "group_reward" not in make_settings().resolved()
+    named = make_settings(group_reward=sum).resolved()["group_reward"]
+    assert (named, make_settings(group_reward=Curriculum([1])).resolved()["group_reward"]) == (
+        "builtins:sum",
+        "raylight.tasks.curriculum:Curriculum",
+    )
+
+
+TEN = list("abcdefghij")
+
+
+@pytest.mark.parametrize("same_run", [True, False])
+@pytest.mark.parametrize(
+    ("former", "tasks"),
+    [
+        (Curriculum(TEN), Curriculum(TEN[:5])),
+        (Curriculum(TEN[:6]), Curriculum([f"new {number}" for number in range(8)])),
+        (Mixture({"a": TEN}), Curriculum(TEN)),
+        (Curriculum(TEN), Stages({"a": TEN}, advance_at=0.5)),
+        (Stages({"a": TEN, "b": TEN}, advance_at=0.5, window=3), Stages({"a": TEN}, advance_at=0.5)),
+    ],
+)
+def test_other_tasks_are_chosen_from_the_beginning(former: TaskSet, tasks: TaskSet, same_run: bool):
+    sampler = former.sampler(0)
+    for number in range(6):
+        sampler.draw(number)
+        sampler.observe(number, 1.0)
+    state = metadata(fresh_start()) | {"tasks": sampler.state_dict()}
+    state["config"] = CONFIG | {"tasks": former.fingerprint()}
+    kept = resume_after("u", 10, state, state["config"], 0, same_run)
+    assert kept.tasks == sampler.state_dict()
+    other = resume_after("u", 10, state, CONFIG | {"tasks": tasks.fingerprint()}, 0, same_run)
+    resumed, fresh = tasks.sampler(0), tasks.sampler(0)
+    resumed.load_state_dict(other.tasks)
+    assert [resumed.draw(n).task for n in range(9)] == [fresh.draw(n).task for n in range(9)]
 
 
 def test_a_state_of_another_version_raises():
