@@ -179,7 +179,7 @@ class PolicyRollouts:
             self._note_evaluation(total - done)
             progress(done, total)
 
-        repeats_lost = not 0 < step <= self._start.completed_step
+        repeats_lost = step not in self._start.evaluated_steps
         try:
             if names is None or self.opponents is not None:
                 await self.enqueue(requests, repeats_lost)

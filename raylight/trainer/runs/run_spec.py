@@ -31,8 +31,8 @@ from raylight.trainer.spec.resume import (
     check_no_other_run,
     find_resume_point,
     fresh_start,
-    highest_logged_step,
     highest_logged_version,
+    logged_evaluations,
     prepare_states,
 )
 from raylight.trainer.spec.run_file import describe_component, describe_data, describe_resources
@@ -192,7 +192,7 @@ class TrainingRun(RunSpec[Trained, Components, Report]):
         training, metrics = self.settings.training, self.folder / "metrics.jsonl"
         highest = highest_logged_version(metrics)
         start = find_resume_point(self.resume, training.state_url, self.state_config, highest)
-        self.start = replace(start, completed_step=highest_logged_step(metrics))
+        self.start = replace(start, evaluated_steps=logged_evaluations(metrics))
         if training.checkpoint.path:
             check_no_other_run(self.start, training.state_url)
 

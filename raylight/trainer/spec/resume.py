@@ -83,7 +83,7 @@ class ResumePoint:
             directory.
         same_run: True if the state belongs to the run in this directory, whose store has the rollouts after
             `step`.
-        completed_step: last step whose metrics the resumed run had logged.
+        evaluated_steps: steps whose evaluation the resumed run had logged.
         notes: messages for the user.
     """
 
@@ -100,7 +100,7 @@ class ResumePoint:
     opponents: JsonObject = field(default_factory=dict)
     parent_lineage: str | None = None
     same_run: bool = False
-    completed_step: int = 0
+    evaluated_steps: frozenset[int] = frozenset()
     notes: list[str] = field(default_factory=list)
 
     @property
@@ -303,9 +303,10 @@ def highest_logged_version(metrics: Path) -> int:
     return max((int(row.get("weights/version") or 0) for row in _logged_rows(metrics)), default=0)
 
 
-def highest_logged_step(metrics: Path) -> int:
-    """Return the highest step in a metrics.jsonl; 0 if the file does not exist."""
-    return max((int(row["step"]) for row in _logged_rows(metrics)), default=0)
+def logged_evaluations(metrics: Path) -> frozenset[int]:
+    """Return the steps whose evaluation is in a metrics.jsonl; none if the file does not exist."""
+    rows = [row for row in _logged_rows(metrics) if "val/rollouts" in row]
+    return frozenset(int(row.get("val/step", row["step"])) for row in rows)
 
 
 def _logged_rows(metrics: Path) -> list[JsonObject]:

@@ -52,8 +52,8 @@ from raylight.trainer.loops.training_groups import TrainingGroups
 from raylight.trainer.output.report import Report
 from raylight.trainer.spec.resume import (
     find_resume_point,
-    highest_logged_step,
     highest_logged_version,
+    logged_evaluations,
     prepare_states,
 )
 from raylight.trainer.spec.settings import ServingSettings, TrainedSettings, TrainingSettings
@@ -433,7 +433,7 @@ async def live(
     config = chosen.resolved() | {"tasks": tasks.fingerprint()}
     highest = highest_logged_version(folder / "metrics.jsonl")
     start = find_resume_point(resume, training.state_url, config, highest)
-    start = replace(start, completed_step=highest_logged_step(folder / "metrics.jsonl"))
+    start = replace(start, evaluated_steps=logged_evaluations(folder / "metrics.jsonl"))
     report = Report(folder, RecordingDisplay(world.notes), config, None, start.last_logged_step, loggers)
     prepare_states(start, training.state_url, config)
     async with within(world.deadline_s), world.run(chosen, start, world, die_after) as run:

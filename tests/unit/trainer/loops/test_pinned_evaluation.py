@@ -8,8 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from training_world import STEPS, FakeRun, World, live, weights_of
+from training_world import ONCE, STEPS, FakeRun, World, live, weights_of
 
+from raylight.errors import RolloutsFailedError
 from raylight.learner.state.checkpoints import TrainingStates
 from raylight.store.client import StoreClient
 
@@ -167,6 +168,18 @@ def test_an_evaluation_beside_the_last_state_is_taken_again_if_its_version_is_th
     assert len(left_out) == (2 not in kept and every == 2)
     for step, sampled in world.evaluated.items():
         assert sampled == {(step, world.published[step])}
+
+
+def test_rollouts_that_an_evaluation_lost_run_again_although_later_steps_are_logged(tmp_path: Path) -> None:
+    world = world_of(tmp_path / "a")
+    world.val_waits_for, world.lost = {6: 8}, lambda rollout_id: "-val-6-" in rollout_id
+    with pytest.raises(RolloutsFailedError, match="resume='auto' runs them again"):
+        asyncio.run(live(world, **SETTINGS, rollout=ONCE))
+    assert TrainingStates(str(world.folder / "state")).metadata(6)["evaluation"]["beside"] == 6
+    world.lost = lambda rollout_id: False
+    rows = asyncio.run(live(world, **SETTINGS, rollout=ONCE))
+    check(world, rows)
+    assert not any(row.get("val/failed") for row in rows)
 
 
 def test_patience_ends_training_when_an_evaluation_beside_it_has_ended(tmp_path: Path) -> None:

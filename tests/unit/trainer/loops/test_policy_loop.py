@@ -169,6 +169,14 @@ def test_completed_steps_are_replayed_with_what_failed_in_them(world: World):
     assert not any(name.endswith("-train-12-1") for names in trained.values() for name in names)
 
 
+def test_completed_evaluations_are_repeated_with_what_failed_in_them(world: World):
+    world.lost = lambda rollout_id: "-val-4-0-" in rollout_id
+    asyncio.run(live(world, rollout=ONCE, die_after=50))  # after the state of step 3
+    world.lost = lambda rollout_id: False
+    rows = asyncio.run(live(world, rollout=ONCE))
+    assert {row["step"]: row["val/failed"] for row in rows if row.get("val/failed")} == {4: 1}
+
+
 def test_learners_that_are_lost_while_a_resumed_run_takes_steps_again(world: World, undisturbed: tuple):
     """Nothing may be sampled from engines that have the first weights still."""
     asyncio.run(live(world, die_after=60))  # within step 7
