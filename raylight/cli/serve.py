@@ -67,7 +67,7 @@ def serve(
         Path | None, typer.Option(help="With --learn: the run directory; a new one by default.")
     ] = None,
     resume: Annotated[
-        bool, typer.Option("--resume", help="With --learn: go on with the run in output_dir, if it has one.")
+        bool, typer.Option("--resume", help="With --learn: continue the run in output_dir, if it has one.")
     ] = False,
     sessions_per_step: Annotated[
         int | None,
