@@ -126,16 +126,17 @@ def test_kl_and_entropy_are_per_rollout_if_rows_are_averaged(plain, exact, rows,
     ):
         logprobs = moved(torch.tensor([prompt + answer])).logits[0, len(prompt) - 1 : -1].log_softmax(-1)
         now, then = logprobs.gather(-1, torch.tensor(answer)[:, None])[:, 0], torch.tensor(ref)
-        kl.append(((then - now).exp() - (then - now) - 1).mean())
-        entropy.append(-(logprobs.exp() * logprobs).sum(-1).mean())
+        kl.append((then - now).exp() - (then - now) - 1)
+        entropy.append(-(logprobs.exp() * logprobs).sum(-1))
         ratio = (now - then).exp()
         lost = torch.maximum(-advantage * ratio, -advantage * ratio.clamp(0.8, 1.2))
-        loss.append((lost.clamp(max=-3 * advantage) if advantage < 0 else lost).mean())
-    pg, k, h = (torch.stack(terms).mean() for terms in (loss, kl, entropy))
+        loss.append(lost.clamp(max=-3 * advantage) if advantage < 0 else lost)
+    pg, k, h = (torch.stack([of.mean() for of in terms]).mean() for terms in (loss, kl, entropy))
     (pg + 0.5 * k - 0.25 * h).backward()
     norm = torch.stack([p.grad.norm() for p in moved.parameters() if p.grad is not None]).norm()
     measured = [metrics[f"learner/{name}"] for name in ("pg_loss", "kl", "entropy")]
-    assert measured == pytest.approx([float(pg), float(k), float(h)], rel=1e-3)
+    per_token = [float(torch.cat(terms).mean()) for terms in (kl, entropy)]
+    assert measured == pytest.approx([float(pg), *per_token], rel=1e-3)
     assert metrics["learner/grad_norm"] == pytest.approx(float(norm), rel=1e-3)
 
 

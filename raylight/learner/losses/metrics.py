@@ -37,10 +37,10 @@ def mean_over_tokens(value: float | torch.Tensor, batch: MicroBatch) -> verl.Met
     """Return a micro-batch's part of the mean over the mini-batch's sampled tokens, on all ranks.
 
     Args:
-        value: the mean over the micro-batch's own sampled tokens, shape ().
+        value: of each token, shape (rows, tokens), or the mean over the micro-batch's own sampled tokens.
     """
-    own = sum(int(row.mask.sum()) for row in batch.rows)
-    return verl.Metric("sum", float(value) * own * batch.dp_size / max(batch.tokens, 1))
+    total = torch.where(batch.mask, value, 0.0).sum(dtype=torch.float64)
+    return verl.Metric("sum", total * (batch.dp_size / max(batch.tokens, 1)))
 
 
 def rename_metrics(metrics: Mapping[str, float], names: Mapping[str, str] = POLICY_NAMES) -> dict[str, float]:

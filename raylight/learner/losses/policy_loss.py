@@ -81,19 +81,16 @@ class PolicyLoss:
         metrics = {name: mean_over_tokens(value, batch) for name, value in found.items()}
         metrics["actor/pg_loss"] = verl.Metric("sum", loss)
         if "entropy" in outputs:
-            entropy = self._aggregate(outputs["entropy"], batch)
-            loss = loss - settings.entropy_coef * entropy
-            metrics["actor/entropy_loss"] = verl.Metric("sum", entropy)
+            loss = loss - settings.entropy_coef * self._aggregate(outputs["entropy"], batch)
+            metrics["actor/entropy_loss"] = mean_over_tokens(outputs["entropy"], batch)
         if "divergence" in outputs:
-            divergence = self._aggregate(outputs["divergence"], batch)
-            loss = loss + divergence
-            metrics["divergence"] = verl.Metric("sum", divergence)
+            loss = loss + self._aggregate(outputs["divergence"], batch)
+            metrics["divergence"] = mean_over_tokens(outputs["divergence"], batch)
         if settings.kl_coef > 0:
             own: Any = logprobs
             penalty = verl.kl_penalty(own, batch.matrix("ref_logprobs"), settings.kl_type)
-            kl = self._aggregate(penalty, batch)
-            loss = loss + settings.kl_coef * kl
-            metrics["kl_loss"] = verl.Metric("sum", kl)
+            loss = loss + settings.kl_coef * self._aggregate(penalty, batch)
+            metrics["kl_loss"] = mean_over_tokens(penalty, batch)
         if settings.observation_coef:
             observed = -computed.where(batch.observed, 0.0).sum()
             cross_entropy = observed * (batch.dp_size / max(batch.observations or 0, 1))
