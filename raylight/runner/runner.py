@@ -29,14 +29,24 @@ from raylight.agent.hooks import HookDispatcher
 from raylight.agent.litagent import LitAgent, TrainerView
 from raylight.agent.resources import LLM, NamedResources
 from raylight.errors import SpanError, WorkerGoneError
+from raylight.experience.opponents import OPPONENT
 from raylight.runner.execute import RolloutContext, execute
 from raylight.runner.outcome import CANCELLED, Outcome, describe
 from raylight.store.client import StoreClient
-from raylight.store.payloads import encode_payload
+from raylight.store.payloads import decode_payload, encode_payload
 from raylight.store.rows import span_row
 from raylight.traces.context import SEND_BATCH, AttemptTrace
 from raylight.traces.tracer import Tracer
-from raylight.types import AttemptedRollout, ResourcesUpdate, Rollout, RolloutState, Span
+from raylight.types import (
+    DRAW,
+    GREEDY,
+    SOURCE,
+    AttemptedRollout,
+    ResourcesUpdate,
+    Rollout,
+    RolloutState,
+    Span,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -58,6 +68,8 @@ MAX_HUNG_AGENTS = 16
 """Number of abandoned agents with which a runner takes no more rollouts, and is replaced."""
 MAX_RESOURCES = 8
 """Versions of the named resources that a runner caches."""
+RUN_KEYS = (DRAW, GREEDY, OPPONENT, SOURCE)
+"""Metadata keys that a run reads again: an agent or a hook cannot change what the run has set."""
 
 RunnerExit = Literal["hung_agents", "max_rollouts", "retired", "limited"]
 """Reason why a runner ended by itself: too many agents hang in it, it has executed `max_rollouts`, the store
@@ -242,7 +254,8 @@ class Runner:
         if after == before or outcome is CANCELLED:
             await finish
         else:  # the metadata goes with the same message
-            update = self._store.update_rollout(original.rollout_id, metadata=rollout.metadata)
+            kept = {key: value for key, value in decode_payload(before).items() if key in RUN_KEYS}
+            update = self._store.update_rollout(original.rollout_id, metadata=rollout.metadata | kept)
             await asyncio.gather(update, finish)
 
     async def _finish(self, rollout: Rollout, outcome: Outcome, trace: AttemptTrace) -> RolloutState:

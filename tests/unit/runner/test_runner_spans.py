@@ -23,7 +23,7 @@ from raylight.store.client import StoreClient
 from raylight.traces.context import AttemptTrace, current_trace
 from raylight.traces.reward_spans import find_final_reward
 from raylight.traces.tracer import OtelTracer
-from raylight.types import TRAINABLE_AGENTS, Rollout, Span
+from raylight.types import TRAINABLE_AGENTS, EnqueueRolloutRequest, Rollout, Span
 
 
 @pytest.fixture
@@ -402,6 +402,26 @@ async def test_notes_of_a_failure_are_kept_too(store: StoreClient) -> None:
 
     (decided,) = await run_all(store, [1], agent)
     assert (decided.status, decided.metadata) == ("failed", {TRAINABLE_AGENTS: ["planner"]})
+
+
+async def test_metadata_that_an_agent_assigns_leaves_the_keys_of_the_run(store: StoreClient) -> None:
+    keys = {"draw": {"task": 3}, "greedy": True, "opponent": 2, "source": "math"}
+
+    def agent(task: str, rollout: Rollout) -> Rollout:
+        if task == "in place":
+            rollout.metadata["draw"]["task"] = 4
+            rollout.metadata.clear()
+        rollout.metadata = {"reward": 0.5, "source": "mine"}
+        return rollout
+
+    requests = [
+        EnqueueRolloutRequest(input=task, metadata=keys | {"note": 1}) for task in ("in place", "assigned")
+    ]
+    ids = [rollout.rollout_id for rollout in await store.enqueue_many_rollouts(requests)]
+    async with serving(store, agent):
+        decided = await wait_and_read(store, ids)
+    assert [rollout.metadata for rollout in decided] == [keys | {"reward": 0.5}] * 2
+    assert [found.reward for found in await store.collect(ids)] == [0.5, 0.5]
 
 
 async def test_metadata_that_nobody_changed_is_not_sent(store: StoreClient) -> None:
