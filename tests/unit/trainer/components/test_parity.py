@@ -2,10 +2,10 @@
 
 import json
 import math
-import random
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from answer_rows import answer_logprobs
@@ -89,14 +89,14 @@ class Sides:
     """A learner whose log-probs move a little with each version, and an engine that rounds."""
 
     def __init__(self, noise: float, step: float, seed: int = 0) -> None:
-        self._random, self._noise, self._step = random.Random(seed), noise, step
-        self.exact = [self._random.uniform(-12, -1) for _ in range(PROBE_TOKENS - 1)]
+        self._random, self._noise, self._step = np.random.default_rng(seed), noise, step
+        self.exact: list[float] = self._random.uniform(-12, -1, PROBE_TOKENS - 1).tolist()
 
     def next(self) -> None:
-        self.exact = [x + self._random.gauss(0, self._step) for x in self.exact]
+        self.exact = self._random.normal(self.exact, self._step).tolist()
 
     def rounded(self, exact: list[float] | None = None) -> list[float]:
-        return [x + self._random.gauss(0, self._noise) for x in exact or self.exact]
+        return self._random.normal(exact or self.exact, self._noise).tolist()
 
 
 PRECISIONS = [(1e-6, 1e-5, 1e-3), (3e-6, 1e-3, 1e-3), (0.05, 0.03, 0.3), (0.05, 1e-5, 0.3), (0.05, 0.4, 0.3)]
