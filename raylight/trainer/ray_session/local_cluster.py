@@ -11,7 +11,7 @@ import shutil
 import socket
 import subprocess
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -342,12 +342,21 @@ def _children() -> set[psutil.Process]:
     return set(psutil.Process().children())
 
 
-def end_processes(processes: set[psutil.Process]) -> None:
+def end_processes(processes: Collection[psutil.Process]) -> None:
     """Kill processes of Ray that it does not end itself, or only with this process."""
     for process in processes:
         with contextlib.suppress(psutil.NoSuchProcess):
             process.kill()
-    psutil.wait_procs(list(processes), END_TIMEOUT_S)
+    for _ in range(round(END_TIMEOUT_S / POLL_S)):
+        _, processes = psutil.wait_procs(processes, POLL_S)
+        # psutil waits until the parent collects a zombie, which PID 1 of a container may do late or never
+        processes = list(filter(_is_alive, processes))
+
+
+def _is_alive(process: psutil.Process) -> bool:
+    with contextlib.suppress(psutil.NoSuchProcess):
+        return process.status() != psutil.STATUS_ZOMBIE
+    return False
 
 
 def _free_ports(count: int) -> list[int]:
