@@ -25,7 +25,7 @@ from urllib.parse import urlsplit, urlunsplit
 from raylight.errors import ConfigError, SandboxError, SandboxUnavailableError
 from raylight.sandboxes.exec_sandbox import ExecSandbox
 from raylight.sandboxes.relay import reach_of
-from raylight.sandboxes.remote_program import END_MARKED, MARK_VARIABLE
+from raylight.sandboxes.remote_program import END_MARKED, MARK_VARIABLE, PAUSE
 from raylight.sandboxes.sandbox import MAX_STDERR, MAX_STDOUT, ExecResult, SandboxLimits, SandboxProgram
 
 T = TypeVar("T")
@@ -40,10 +40,10 @@ $s sh "$d/program" > "$d/out" 2> "$d/err" < "$d/in" &"""
 END_ALL = f"{END_MARKED}true\n"
 DONE = "raylight-done"
 """Last output of a script that has succeeded."""
-WAIT = """n=0; while [ $n -lt "$2" ] && [ -d "$1" ] && [ ! -f "$1/status" ]; do sleep 0.1; n=$((n+1)); done
+WAIT = f"""n=0; s=1; while [ $n -lt "$2" ] && [ -d "$1" ] && [ ! -f "$1/status" ]; do {PAUSE}; done
 test -f "$1/status" || exit 0
 echo "ended $(cat "$1/status")" """
-"""Shell script that waits for a program, for as many tenths of a second as its second argument says."""
+"""Shell script that waits for a program, for as many times 10 ms as its second argument says."""
 COLLECT = f"""tail -c {MAX_STDOUT} "$1/out" | base64 | tr -d '\\n'; echo
 tail -c {MAX_STDERR} "$1/err" | base64 | tr -d '\\n'
 rm -rf "$1" """
@@ -209,7 +209,7 @@ class CloudSandbox(ExecSandbox):
         """Return the status of a program when it has ended; None if it runs longer than it may."""
         while True:
             left = WAIT_S if timeout_s is None else started_at + timeout_s - time.monotonic()
-            answer = await self.run_script(WAIT, folder, str(round(10 * max(0.0, min(left, WAIT_S)))))
+            answer = await self.run_script(WAIT, folder, str(round(100 * max(0.0, min(left, WAIT_S)))))
             if answer.startswith("ended "):
                 return int(answer.split()[1])
             if left <= 0:
