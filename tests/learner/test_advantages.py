@@ -331,6 +331,11 @@ def test_the_kl_coefficient_adapts_to_its_target():
     metrics = estimate_rows(batch, rows, config, controller).metrics
     assert (metrics["learner/kl_in_reward"], metrics["learner/kl_reward_coef"]) == (1.0, 0.1)
     assert controller.coef == pytest.approx(0.1 * (1 + 0.2 * 4 / 100))
+    # rollouts without trained tokens have no KL
+    masked = TrainBatch([*batch.rewards, 0.0, 0.0], [*batch.groups, "a", "b"], batch.rows, batch.owners)
+    controller = KlController(config)
+    assert estimate_rows(masked, rows, config, controller).metrics["learner/kl_in_reward"] == 1.0
+    assert controller.coef == pytest.approx(0.1 * (1 + 0.2 * 4 / 100))
     fixed = KlController(PolicySettings(kl_reward_coef=0.1))
     fixed.update(5.0, 4)
     assert fixed.coef == 0.1

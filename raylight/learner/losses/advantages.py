@@ -324,9 +324,10 @@ def estimate(
         reference: Any = matrices["ref_logprobs"]
         token_kl: torch.Tensor = verl.kl_penalty(old, reference, settings.kl_reward_type) * sequences.mask
         rewards = rewards - kl.coef * token_kl
-        mean = float((token_kl.sum(-1) / sequences.lengths.clamp(min=1)).mean())
+        trained = sequences.lengths > 0
+        mean = float((token_kl.sum(-1) / sequences.lengths)[trained].mean())
         metrics = {"learner/kl_in_reward": mean, "learner/kl_reward_coef": kl.coef}
-        kl.update(mean, len(outline.rewards))
+        kl.update(mean, int(trained.sum()))
     advantages, returns = _run_estimator(rewards, sequences, outline, matrices, settings)
     if outline.weights is not None:
         advantages = advantages * torch.tensor(outline.weights, dtype=advantages.dtype)[:, None]
