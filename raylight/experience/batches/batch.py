@@ -23,6 +23,7 @@ from raylight.experience.trajectories.reward_rules import (
     RewardRules,
     TurnReward,
     assign_turn_rewards,
+    count_sampled,
     split_by_agent,
     split_by_model,
 )
@@ -298,7 +299,7 @@ def build_batch(finished: list[FinishedRollout], rules: BatchRules) -> tuple[Tra
             and `off_policy_sampling` is "error".
     """
     needs_baseline = rules.baseline_kind == "greedy"
-    lengths = {item.rollout.rollout_id: _count_sampled(item.generations) for item in finished}
+    lengths = {item.rollout.rollout_id: count_sampled(item.generations) for item in finished}
     counts: Counter[str] = Counter()
     if rules.models:
         calls = sum(len(item.generations) for item in finished)
@@ -313,7 +314,7 @@ def build_batch(finished: list[FinishedRollout], rules: BatchRules) -> tuple[Tra
     baselines = {}
     if needs_baseline:
         baselines = rules.rewards.greedy_baselines(finished, lambda item: rules.split_calls(item)[0])
-    scorer = _Scorer(rules, baselines, counts)
+    scorer = _Scorer(rules, baselines, lengths, counts)
     sampled = [item for item in finished if not (needs_baseline and item.rollout.metadata.get(GREEDY))]
     scored = [found for item in sampled if (found := scorer.score(item)) is not None]
     if not scored and counts["empty"]:
@@ -379,8 +380,10 @@ COUNTED = (
 class _Scorer:
     """Scores the rollouts of a step one by one, and counts what it leaves out."""
 
-    def __init__(self, rules: BatchRules, baselines: dict[str, float], counts: Counter[str]) -> None:
-        self._rules, self._baselines, self._counts = rules, baselines, counts
+    def __init__(
+        self, rules: BatchRules, baselines: dict[str, float], lengths: dict[str, int], counts: Counter[str]
+    ) -> None:
+        self._rules, self._baselines, self._lengths, self._counts = rules, baselines, lengths, counts
         self.off_policy = OffPolicyCalls(rules.off_policy_sampling, rules.replays_sampling)
         self.calls: defaultdict[str, list[list[Generation]]] = defaultdict(list)
         """Trained calls of the scored rollouts, by group."""
@@ -388,7 +391,8 @@ class _Scorer:
     def score(self, item: FinishedRollout) -> ScoredRollout | None:
         """Return a rollout that may be trained; None leaves it out."""
         rules, counts = self._rules, self._counts
-        tokens, reward = _count_sampled(item.generations), rules.rewards.reward(item)
+        tokens = count_sampled(item.generations)
+        reward = rules.rewards.reward(item, self._lengths[item.rollout.rollout_id])
         if reward is None:
             counts["unscored" if item.rollout.status == "succeeded" else "failed"] += 1
             counts["excluded_tokens"] += tokens
@@ -429,7 +433,7 @@ class _Scorer:
             turns=turns,
             baseline=self._baselines.get(group),
             tokens=tokens,
-            auxiliary_tokens=_count_sampled(others),
+            auxiliary_tokens=count_sampled(others),
             selected=select_rows(sampled.rows, rules.trajectory_selection),
             signal=signal,
             calls=calls,
@@ -471,10 +475,6 @@ def _mean_rewards(scored: list[ScoredRollout]) -> dict[str, float]:
         if item.agent is not None:
             rewards[item.agent].append(item.signal)
     return {agent: statistics.fmean(values) for agent, values in rewards.items()}
-
-
-def _count_sampled(generations: list[Generation]) -> int:
-    return sum(len(call.output_ids) for call in generations)
 
 
 def _count_trained(rows: list[Trajectory]) -> int:

@@ -14,6 +14,7 @@ from dataclasses import asdict, astuple, dataclass
 from raylight.experience.batches.batch import BatchReport
 from raylight.experience.batches.lengths import count_by_length
 from raylight.experience.opponents import model_of_call
+from raylight.experience.trajectories.reward_rules import count_sampled
 from raylight.types import FinishedRollout, JsonObject, RolloutTokens, TokenTotals
 
 
@@ -94,7 +95,7 @@ class Ledger:
             counts: the store's counts of these rollouts and of the dropped ones.
             dropped: ids of the rollouts of dropped groups.
         """
-        collected = {item.rollout.rollout_id: _count_tokens(item) for item in rollouts}
+        collected = {item.rollout.rollout_id: count_sampled(item.generations) for item in rollouts}
         trained = report.trained_tokens if report.has_signal else 0
         late = sum(_count_late(seen, counts[name]) for name, seen in collected.items())
         lost = [counts[name] for name in dropped]
@@ -174,10 +175,6 @@ def _by_model(rollouts: list[FinishedRollout], report: BatchReport) -> Counter[s
         counts[f"{model}/trained"] = trained
         counts[f"{model}/untrained"] = sampled.get(model, 0) - trained
     return counts
-
-
-def _count_tokens(item: FinishedRollout) -> int:
-    return sum(len(call.output_ids) for call in item.generations)
 
 
 def _count_late(collected: int, count: RolloutTokens) -> int:

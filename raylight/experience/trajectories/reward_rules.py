@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
@@ -32,6 +32,11 @@ class TurnReward:
     out."""
     token: int
     """Index of the call's last token in the row."""
+
+
+def count_sampled(calls: Iterable[Generation]) -> int:
+    """Return the number of sampled tokens of calls."""
+    return sum(len(call.output_ids) for call in calls)
 
 
 def effective_reward(item: FinishedRollout, failure_reward: float | None) -> float | None:
@@ -185,9 +190,8 @@ class LengthPenalty:
     buffer: int
     factor: float
 
-    def __call__(self, item: FinishedRollout) -> float:
-        sampled = sum(len(call.output_ids) for call in item.generations)
-        excess = sampled - (self.max_tokens - self.buffer)
+    def __call__(self, tokens: int) -> float:
+        excess = tokens - (self.max_tokens - self.buffer)
         return self.factor * min(max(excess / self.buffer, 0.0), 1.0)
 
 
@@ -212,11 +216,16 @@ class RewardRules:
     length_penalty: LengthPenalty | None = None
     turn_gamma: float | None = None
 
-    def reward(self, item: FinishedRollout) -> float | None:
-        """Return the reward that a rollout is trained with; None leaves it out."""
+    def reward(self, item: FinishedRollout, tokens: int | None = None) -> float | None:
+        """Return the reward that a rollout is trained with; None leaves it out.
+
+        Args:
+            tokens: sampled tokens of the whole rollout, if `item` is a part of it.
+        """
         signal = self.signal(item)
-        penalty = 0.0 if signal is None or self.length_penalty is None else self.length_penalty(item)
-        return None if signal is None else signal - penalty
+        if signal is None or self.length_penalty is None:
+            return signal
+        return signal - self.length_penalty(count_sampled(item.generations) if tokens is None else tokens)
 
     def signal(self, item: FinishedRollout) -> float | None:
         """Return the reward by which the rollouts of a group are compared; None leaves the rollout out."""

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from flat_settings import flat_settings
-from unit_helpers import make_finished, make_generation
+from unit_helpers import make_finished, make_generation, make_key
 
 import raylight as rl
 from raylight import algorithms
@@ -341,6 +341,31 @@ def test_the_penalty_for_length_rises_over_the_buffer(tokens: int, reward: float
         [long_rollout(tokens), long_rollout(10), make_finished(0.0)], dapo.batch_rules(LearnerConfig())
     )
     assert batch.rewards == pytest.approx([reward, 1.0, 0.0])
+
+
+@pytest.mark.parametrize(
+    ("given", "rewards"),
+    [
+        ({}, [0.0, -1.0]),
+        ({"credit": "agent"}, [0.0, 0.0, -1.0, -1.0]),
+        ({"models": {"p": {}, "q": {}}}, [0.0, 0.0, -1.0, -1.0]),
+        ({"models": {"p": {}, "q": {"trained": False}}}, [0.0, -1.0]),
+    ],
+)
+def test_the_penalty_for_length_counts_the_whole_rollout(given: Any, rewards: list[float]) -> None:
+    """Two agents, each with a model, sample 600 tokens each."""
+    group = []
+    for name, reward in (("a", 1.0), ("b", 0.0)):
+        key = make_key(name)
+        calls = [
+            dataclasses.replace(
+                make_generation([1, i], [3] * 600, key=key, start=i), agent=agent, model=model
+            )
+            for i, (agent, model) in enumerate((("x", "p"), ("y", "q")))
+        ]
+        group.append(dataclasses.replace(make_finished(reward, rollout_id=name), generations=calls))
+    dapo = rl.algorithms.DAPO(model="m", group_size=2, max_response_tokens=1000, overlong_buffer=500, **given)
+    assert build_batch(group, dapo.batch_rules(LearnerConfig()))[0].rewards == rewards
 
 
 @pytest.mark.parametrize("right", [0.0, 1.0])
