@@ -410,9 +410,7 @@ class _Scorer:
         group = item.group
         self.calls[group].append(generations)
         trajectories = sampled if rules.stale is None else rules.stale.apply(sampled)
-        turns = []
-        if rules.rewards.turn_rewards:
-            turns = assign_turn_rewards(item, trajectories.chosen_positions)
+        turns = assign_turn_rewards(item, trajectories) if rules.rewards.turn_rewards else []
         calls = []
         if rules.turn_groups is not None:
             calls = build_turns(item, sampled, rules.rewards, reward, rules.turn_groups)

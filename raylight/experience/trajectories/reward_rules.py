@@ -7,16 +7,13 @@ import json
 import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TypeVar
 
 from raylight.errors import GreedyError, RewardError
-from raylight.experience.trajectories.trajectory import CallPosition
+from raylight.experience.trajectories.trajectory import Trajectories
 from raylight.semconv import GRADE_SPAN_ID, GRADE_TURNS, REWARD_AGENT
 from raylight.traces.reward_spans import get_any_rewards, get_reward_value
 from raylight.traces.trained_agents import agents_of_generations
 from raylight.types import GREEDY, GREEDY_BELOW, FinishedRollout, Generation, Span
-
-Call = TypeVar("Call", CallPosition, Generation)
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,16 +69,24 @@ def graded_turns(item: FinishedRollout) -> dict[str, float]:
     return {}
 
 
-def assign_turn_rewards(item: FinishedRollout, calls: Sequence[CallPosition]) -> list[TurnReward]:
-    """Assign each turn reward to its call (`_earned`).
+def assign_turn_rewards(item: FinishedRollout, trajectories: Trajectories) -> list[TurnReward]:
+    """Assign each turn reward to the call that earned it (`_earned`), or to the last call before it in a row
+    that has trained tokens, or to the first of such calls.
 
     Args:
-        calls: positions of the trained calls; at least one.
+        trajectories: rows of its trained calls; at least one.
     """
-    return [TurnReward(value, 0, call.row, call.last_token) for call, value in _earned(item, calls)]
+    chosen = {position.call_id: position for position in trajectories.chosen_positions}
+    by_end = _by_end(call for call in trajectories.calls if call.key.call_id in chosen)
+    rewards = []
+    for call, value in _earned(item, trajectories.calls):
+        own = call if call.key.call_id in chosen else _last_before(call.end_time, by_end)
+        position = chosen[own.key.call_id]
+        rewards.append(TurnReward(value, 0, position.row, position.last_token))
+    return rewards
 
 
-def _earned(item: FinishedRollout, calls: Sequence[Call]) -> list[tuple[Call, float]]:
+def _earned(item: FinishedRollout, calls: Sequence[Generation]) -> list[tuple[Generation, float]]:
     """Return the turn rewards of a rollout, each with the call that earned it.
 
     A reward emitted before the final one belongs to the last call that had ended by then, and one emitted
@@ -89,11 +94,11 @@ def _earned(item: FinishedRollout, calls: Sequence[Call]) -> list[tuple[Call, fl
     are not given are left out.
 
     Args:
-        calls: at least one.
+        calls: the trained ones; at least one.
     """
-    by_end = sorted(calls, key=lambda call: call.end_time)
-    earned = [(_last_before(span, by_end), value) for span, value in turn_reward_spans(item)]
-    by_id = {call.call_id if isinstance(call, CallPosition) else call.key.call_id: call for call in calls}
+    by_end = _by_end(calls)
+    earned = [(_last_before(span.start_time, by_end), value) for span, value in turn_reward_spans(item)]
+    by_id = {call.key.call_id: call for call in calls}
     graded = graded_turns(item).items()
     return earned + [(by_id[call_id], value) for call_id, value in graded if call_id in by_id]
 
@@ -114,8 +119,8 @@ def split_by_agent(item: FinishedRollout, calls: Sequence[Generation]) -> list[F
     by_agent: dict[str | None, list[Generation]] = {}
     for call, name in zip(calls, agents_of_generations(calls, item.spans), strict=True):
         by_agent.setdefault(name, []).append(replace(call, agent=name))
-    by_end = sorted(calls, key=lambda call: call.end_time)
-    earners = {span.span_id: _last_before(span, by_end).key.call_id for span, _ in turn_reward_spans(item)}
+    by_end, turns = _by_end(calls), turn_reward_spans(item)
+    earners = {span.span_id: _last_before(span.start_time, by_end).key.call_id for span, _ in turns}
     return [_part_of(item, agent, own, earners) for agent, own in by_agent.items()]
 
 
@@ -136,13 +141,17 @@ def split_by_model(item: FinishedRollout, models: Collection[str]) -> list[Finis
     ]
 
 
-def _last_before(span: Span, by_end: Sequence[Call]) -> Call:
-    """Return the last call that had ended before a span began, or the first call.
+def _by_end(calls: Iterable[Generation]) -> list[Generation]:
+    return sorted(calls, key=lambda call: call.end_time)
+
+
+def _last_before(time_s: float | None, by_end: Sequence[Generation]) -> Generation:
+    """Return the last call that had ended by a time, or the first call; without a time the last one.
 
     Args:
         by_end: calls in the order of their ends.
     """
-    ended = [call for call in by_end if span.start_time is None or call.end_time <= span.start_time]
+    ended = [call for call in by_end if time_s is None or call.end_time <= time_s]
     return ended[-1] if ended else by_end[0]
 
 

@@ -67,9 +67,7 @@ class CallPosition:
     row: int
     last_token: int
     """Index of the call's last token in the row."""
-    end_time: float
-    """Seconds since the epoch."""
-    call_id: str = ""
+    call_id: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,9 +185,7 @@ def build_trajectories(generations: list[Generation], masked: Collection[str] = 
         shared_length = shared[parent] if shared else 0
         nodes.append(_CallNode(call, branch, parent, shared_length, tokens[shared_length:]))
     row_of = {id(branch): row for row, branch in enumerate(rows)}
-    positions = [
-        CallPosition(row_of[id(n.branch)], n.length - 1, n.call.end_time, n.call.key.call_id) for n in nodes
-    ]
+    positions = [CallPosition(row_of[id(n.branch)], n.length - 1, n.call.key.call_id) for n in nodes]
     counts = sum((_count_tokens(node.call, masked) for node in nodes), TokenCounts())
     calls = [node.call for node in nodes]
     return Trajectories([_join_calls(branch, masked) for branch in rows], relations, positions, counts, calls)

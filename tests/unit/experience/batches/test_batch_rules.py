@@ -1,6 +1,7 @@
 """Rules of a batch: zero-variance groups, long rows, turn rewards, baselines."""
 
 import dataclasses
+import json
 import math
 from operator import attrgetter
 from typing import Any
@@ -11,7 +12,8 @@ from unit_helpers import make_finished, make_generation, make_key
 from raylight.errors import EmptyTraceError, GreedyError, RowTooLongError
 from raylight.experience.batches.batch import BatchReport, BatchRules, TrainBatch, build_batch
 from raylight.experience.trajectories.reward_rules import RewardRules, TurnReward
-from raylight.semconv import ANNOTATION, reward_attributes
+from raylight.experience.trajectories.staleness import StaleMask
+from raylight.semconv import ANNOTATION, GRADE_SPAN_ID, GRADE_TURNS, reward_attributes
 from raylight.trainer.loops.batch_metrics import describe
 from raylight.types import GREEDY, Failure, FinishedRollout, Generation, RolloutConfig, Span
 
@@ -333,6 +335,32 @@ def test_the_turn_reward_of_a_forced_row_belongs_to_the_last_choice_before() -> 
     batch, report = build([dataclasses.replace(item, generations=[*calls, forced])], turn_rewards=True)
     assert (len(batch.rows), report.rows_forced) == (1, 1)
     assert batch.turn_rewards == [TurnReward(0.5, 0, 0, 2), TurnReward(3.0, 0, 0, 5)]
+
+
+@pytest.mark.parametrize("emitted", [True, False])
+@pytest.mark.parametrize("stale", [True, False])
+def test_the_reward_of_a_turn_without_trained_tokens_stays_with_its_rollout(
+    emitted: bool, stale: bool
+) -> None:
+    """The second of three calls, each in its own row, was sampled by old weights, or is all forced."""
+    item = with_calls(0.0, [([1], [2], 0.0), ([3], [4], 2.0), ([5], [6], 4.0)])
+    first, second, third = item.generations
+    lost = {"weight_versions": [0]} if stale else {"policy_logprobs": [-1.0], "allowed": [1]}
+    fresh = {"weight_versions": [2]} if stale else {}
+    calls = [
+        dataclasses.replace(first, **fresh),
+        dataclasses.replace(second, **lost),
+        dataclasses.replace(third, **fresh),
+    ]
+    spans = with_calls(0.0, [], [(0.5, 1.5), (1.0, 3.5), (0.25, 5.5), (0.0, 9.0)]).spans
+    if not emitted:
+        grades = dict(zip((call.key.call_id for call in calls), (0.5, 1.0, 0.25), strict=True))
+        attributes = {GRADE_TURNS: json.dumps(grades)}
+        graded = Span.from_attributes(name=ANNOTATION, attributes=attributes, span_id=GRADE_SPAN_ID)
+        spans = [*spans[-1:], graded]
+    item = dataclasses.replace(item, generations=calls, spans=spans)
+    batch, _ = build([item], turn_rewards=True, stale=StaleMask(2, 1) if stale else None)
+    assert [(turn.value, turn.row) for turn in batch.turn_rewards] == [(0.5, 0), (1.0, 0), (0.25, 1)]
 
 
 def test_the_turn_reward_of_a_rollout_of_forced_tokens_has_no_row() -> None:

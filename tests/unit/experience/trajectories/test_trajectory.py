@@ -534,4 +534,4 @@ def test_each_position_is_the_last_token_of_its_call(calls: list[Generation]) ->
         assert row.mask.tolist()[position.last_token] == (
             0 if call.allowed.tolist() and call.allowed.tolist()[-1] == 1 else 1
         )
-        assert position.end_time == call.end_time
+        assert position.call_id == call.key.call_id
