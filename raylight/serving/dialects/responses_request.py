@@ -371,13 +371,16 @@ class _AssistantTurn:
     """Paths of its calls in the request, by those in its message."""
 
     def accepts(self, item: AssistantItem) -> bool:
-        """Return True if an item belongs to the turn: by its id, or else by the order of a model's output."""
+        """Return True if an item belongs to the turn: by its id, or else by the order of a model's output.
+
+        After a call only its output ends the turn, because some agents send text after the calls.
+        """
         answer_id = answer_id_of(item.id)
         if answer_id is not None and self.answer_id is not None:
             return answer_id == self.answer_id
         if isinstance(item, ReasoningItem):
             return not (self.texts or self.calls)
-        return isinstance(item, CallItem) or not (self.texts or self.calls)
+        return isinstance(item, CallItem) or bool(self.calls) or not self.texts
 
     def add(self, item: AssistantItem, path: str) -> None:
         self.answer_id = self.answer_id or answer_id_of(item.id)

@@ -252,6 +252,18 @@ async def test_two_answers_in_a_row_stay_two_messages() -> None:
     assert fake.asked[2]["messages"] == [says("one"), says(None, call("t1", "{}"))]
 
 
+async def test_text_without_an_id_after_a_call_belongs_to_the_same_turn() -> None:
+    """Haystack sends calls first, and pydantic-ai leaves out the ids of what it streamed."""
+    sent = call("t1", "{}")
+    item = {"type": "function_call", "call_id": "t1", "name": "weather", "arguments": "{}"}
+    text, output = says("let me see"), {"type": "function_call_output", "call_id": "t1", "output": "x"}
+    for made in (item, item | {"id": "fc_1.1"}):
+        assert await said(made, text, output) == [says("let me see", sent), result("x", "t1")]
+        turn = says("first let me see", sent)
+        assert await said(says("first "), made, text, output) == [turn, result("x", "t1")]
+    assert await said(item, output, text) == [says(None, sent), result("x", "t1"), text]
+
+
 class InScope:
     """Sets the attempt as the gateway does."""
 
