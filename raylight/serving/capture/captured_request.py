@@ -41,8 +41,6 @@ logger = logging.getLogger(__name__)
 
 DISCONNECT_TIMEOUT_S = 2.0
 """Time for an application that has received the disconnect to stop by itself."""
-DONE_EVENT = b"data: [DONE]"
-"""Last event of a stream. Clients may continue before the stream's end."""
 WATCH_AFTER_S = 0.05
 """Time after which a request that is still being answered is watched for its client's disconnect."""
 START_AFTER_S = 1.0
@@ -237,14 +235,11 @@ class CapturedRequest:
         if piece and self._first_piece_time is None and self._streams:
             self._first_piece_time = self._clock()
         self._reader.feed(piece)
-        if not more or (DONE_EVENT in piece and self._streams and self._all_sampled()):
+        if not more or self._reader.done:
             self._ended = True
             self._end_time = self._clock()  # before the client has it, so that its rewards are later
             self._answer = self._reader.finish()
             self._remember(self._answer)
-
-    def _all_sampled(self) -> bool:
-        return all(sample.finish_reason != "aborted" for sample in self._context.samples.values())
 
     def _remember(self, answer: Answer) -> None:
         """Have the conversations remember the tokens of the answer's complete choices."""

@@ -21,7 +21,7 @@ from raylight.types.chat_messages import normalize_message, tool_call
 from raylight.types.json_object import dicts_in
 
 DONE = "[DONE]"
-"""Data of the last event of a stream."""
+"""Data of the last event of a stream. Clients may continue before the stream's end."""
 BATCH_BYTES = 64 * 2**10
 """Bytes of a stream that are kept until they are read together."""
 
@@ -73,9 +73,13 @@ class AnswerReader:
 
     Args:
         streams: True for a stream of events, False for a JSON object.
+
+    Attributes:
+        done: True once the last event of a stream has arrived.
     """
 
     def __init__(self, streams: bool) -> None:
+        self.done = self._may_be_done = False
         self._events = SseReader() if streams else None
         self._unread: list[bytes] = []
         self._unread_bytes = 0
@@ -86,7 +90,8 @@ class AnswerReader:
         """Take a piece of the answer, which may be cut anywhere."""
         self._unread.append(body)
         self._unread_bytes += len(body)
-        if self._unread_bytes > BATCH_BYTES and self._events is not None:
+        self._may_be_done = self._may_be_done or DONE.encode() in body  # an answer may quote it
+        if self._events is not None and (self._may_be_done or self._unread_bytes > BATCH_BYTES):
             self._read_events(self._events)
 
     def finish(self) -> Answer:
@@ -106,7 +111,9 @@ class AnswerReader:
     def _read_events(self, events: SseReader) -> None:
         """Read the kept pieces of a stream."""
         for event in events.feed(b"".join(self._unread)):
-            if event.data != DONE and (chunk := _decode_chunk(event.data)) is not None:
+            if event.data == DONE:
+                self.done = True
+            elif (chunk := _decode_chunk(event.data)) is not None:
                 self._merge(chunk)
         self._unread, self._unread_bytes = [], 0
 

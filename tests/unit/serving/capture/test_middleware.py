@@ -847,18 +847,17 @@ async def test_a_rollout_that_is_decided_meanwhile_ends_its_calls() -> None:
 
 
 async def test_text_that_looks_like_the_end_of_a_stream_is_not() -> None:
-    """The end of a stream counts once everything is sampled."""
     known = Known()
     bench = Bench(known)
 
     async def odd(scope: AsgiScope, receive: Receive, send: Send) -> None:
         context = CURRENT.get()
         sample = context.sample(0, [1], {"temperature": 1.0})
+        add_token(sample, 1)
+        sample.finish_reason = "stop"
         await send(stream_start())
         for text in ("data: [DONE]", " more"):
             await send_event(send, {"choices": [chunk(0, text, chat=True)]})
-            add_token(sample, 1)
-        sample.finish_reason = "stop"
         await send_event(send, "[DONE]")
         await send(response_body())
 

@@ -163,6 +163,22 @@ def test_text_that_is_no_unicode_is_read() -> None:
     assert answer.choices[0].message == {"role": "assistant", "content": "a\ud800b"}
 
 
+@pytest.mark.parametrize("end", ["", " to end it", "\n\n", "\ndata: [DONE]\n\n"])
+def test_an_answer_that_quotes_the_end_of_a_stream_is_read_to_its_end(end: str) -> None:
+    reader = AnswerReader(True)
+    chunks = [{"id": "1", "choices": [{"index": 0, "text": text}]} for text in ("data: [DONE]" + end, "more")]
+    for piece in map(sse_bytes, chunks):
+        start, quoted, rest = piece.partition(b"data: [DONE]")
+        for cut in (start, quoted + rest):
+            reader.feed(cut)
+            assert not reader.done
+    last = sse_bytes("[DONE]")
+    reader.feed(last[:-1])
+    reader.feed(last[-1:])
+    assert reader.done
+    assert reader.finish().choices == [Choice(0, text=f"data: [DONE]{end}more")]
+
+
 def test_half_a_stream_has_what_came() -> None:
     say = Say("hello", calls=[call("t1", '{"city": "Bern"}')])
     stream = b"".join(sse_bytes(chunk) for chunk in say.chunks(1))
