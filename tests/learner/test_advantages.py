@@ -378,6 +378,32 @@ def test_a_rollout_without_rows_counts_in_its_group():
 
 
 @pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("opo", 1 - 4 * 1.0 / 104),
+        ("optimal_token_baseline", 0.5),  # the group's mean, as no other rollout has tokens
+        ("tir_optimal_token_baseline", 0.5),
+        ("rloo", 1.0),
+        ("grpo", 0.5 / STD),
+    ],
+)
+def test_the_reward_of_a_masked_rollout_counts_in_its_group(name, expected):
+    """It is 0 for 100 tokens; the other rollout has the reward 1 for 4 tokens."""
+    fields = {"old_logprobs": [[], [-1.0] * 4], "sum_pi_squared": [[], [0.3] * 4]}
+    batch = batch_of([[], [[4]]], [0.0, 1.0], ["a", "a"], lengths=[100, 4])
+    assert advantages_of(batch, name, fields) == [[], [pytest.approx(expected, abs=1e-5)] * 4]
+
+
+def test_a_token_baseline_is_verls_where_two_rollouts_have_tokens():
+    fields = {"old_logprobs": [[], [-1.0] * 4, [-2.0] * 2], "sum_pi_squared": [[], [0.3] * 4, [0.3] * 2]}
+    masked = batch_of([[], [[4]], [[2]]], [0.0, 1.0, 0.5], ["a"] * 3, lengths=[100, 4, 2])
+    left = batch_of([[[4]], [[2]]], [1.0, 0.5], ["a"] * 2)
+    without = {name: values[1:] for name, values in fields.items()}
+    expected = advantages_of(left, "optimal_token_baseline", without)
+    assert advantages_of(masked, "optimal_token_baseline", fields) == [[], *expected]
+
+
+@pytest.mark.parametrize(
     "options", [{"loss_agg_mode": "seq-mean-token-mean"}, {"loss_mode": "sapo"}, {"loss_mode": "geo_mean"}]
 )
 def test_rows_are_weighted_by_length_if_the_loss_averages_rows(options):

@@ -64,6 +64,8 @@ class TrainBatch:
     """Named rewards of each rollout, for an estimator that normalises them separately (GDPO)."""
     weights: list[float] | None = None
     """Factor of the advantages of each rollout; None for 1."""
+    lengths: list[int] | None = None
+    """Sampled tokens of each rollout, trained or not; None: those of its rows."""
     teacher_logprobs: list[LogprobArray] | None = None
     """The teacher's log-probs of each row's tokens after its prompt (OPD)."""
     turns: list[CreditedTurn] = field(default_factory=list)
@@ -113,6 +115,7 @@ class TrainBatch:
             turns=move(self.turns),
             parts=None if self.parts is None else [self.parts[i] for i in own],
             weights=None if self.weights is None else [self.weights[i] for i in own],
+            lengths=None if self.lengths is None else [self.lengths[i] for i in own],
             image_files=self.image_files,
         )
         return ModelPart(batch, rows)
@@ -508,6 +511,7 @@ def _assemble(trained: list[ScoredRollout], limit: RowLimit, with_baselines: boo
         baselines,
         parts or None,
         [item.weight for item in trained] if any(item.weight != 1.0 for item in trained) else None,
+        [item.sampled.tokens.sampled for item in trained],
         turns=turns,
     )
     return batch, empty

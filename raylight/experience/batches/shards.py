@@ -67,6 +67,8 @@ class BatchOutline:
     turn_rewards: list[PlacedReward]
     turns: list[PlacedTurn] = field(default_factory=list)
     """Turns of the rollouts in order, for an estimator that credits them."""
+    lengths: list[int] | None = None
+    """Sampled tokens of each rollout, trained or not; None: those of its rows."""
 
     @property
     def starts(self) -> NDArray[np.int64]:
@@ -75,7 +77,7 @@ class BatchOutline:
 
     @property
     def sampled_of_rollouts(self) -> NDArray[np.int64]:
-        """Number of sampled tokens of each rollout, shape (rollouts,)."""
+        """Number of sampled tokens in the rows of each rollout, shape (rollouts,)."""
         return np.bincount(self.owners, self.sampled, len(self.rewards)).astype(np.int64)
 
 
@@ -239,9 +241,8 @@ def _shard(
 def _outline(batch: TrainBatch) -> BatchOutline:
     owners = np.array(batch.owners, np.int64)
     sampled = np.array([row.trained_tokens for row in batch.rows], np.int64)
-    outline = BatchOutline(
-        batch.rewards, batch.groups, batch.baselines, batch.parts, batch.weights, owners, sampled, []
-    )
+    fields = batch.rewards, batch.groups, batch.baselines, batch.parts, batch.weights
+    outline = BatchOutline(*fields, owners, sampled, [], lengths=batch.lengths)
     ends, starts = outline.sampled_of_rollouts, outline.starts
     outline.turn_rewards.extend(_place(turn, batch.rows, starts, ends) for turn in batch.turn_rewards)
     outline.turns.extend(_place_turns(batch, starts))

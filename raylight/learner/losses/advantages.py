@@ -61,6 +61,51 @@ def estimate_gdpo(
     return verl.masked_whiten(combined, response_mask) * response_mask
 
 
+def estimate_opo(
+    token_level_rewards: torch.Tensor, response_mask: torch.Tensor, index: np.ndarray, lengths: torch.Tensor
+) -> torch.Tensor:
+    """Return rewards less the mean of the group weighted by length (OPO, https://arxiv.org/abs/2505.23585),
+    shape (rollouts, tokens).
+
+    verl's estimator weights by trained tokens, so that a masked rollout would not count.
+
+    Args:
+        lengths: sampled tokens of each rollout, trained or not.
+    """
+    rewards = token_level_rewards.sum(-1)
+    baselines = torch.zeros_like(rewards)
+    for group in set(index):
+        own = torch.from_numpy(index == group)
+        if own.sum() > 1:
+            baselines[own] = (lengths * rewards)[own].sum() / lengths[own].sum().clamp(min=1)
+    return (rewards - baselines)[:, None] * response_mask
+
+
+def estimate_otb(
+    token_level_rewards: torch.Tensor,
+    response_mask: torch.Tensor,
+    index: np.ndarray,
+    old_log_probs: torch.Tensor,
+    sum_pi_squared: torch.Tensor,
+    rollout_is_weights: torch.Tensor | None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return advantages with a baseline for each token (OTB, https://arxiv.org/abs/2602.07078), and returns,
+    both (rollouts, tokens).
+
+    In a group with only one rollout that has trained tokens, the baseline is the group's mean reward; it is 0
+    in verl's estimator.
+    """
+    advantages, returns = verl.get_adv_estimator_fn("optimal_token_baseline")(
+        token_level_rewards, response_mask, index, old_log_probs, sum_pi_squared, rollout_is_weights
+    )
+    rewards, has_tokens = token_level_rewards.sum(-1), response_mask.any(-1)
+    for group in set(index):
+        own = torch.from_numpy(index == group)
+        if own.sum() > 1 and (own & has_tokens).sum() == 1:
+            advantages[own] = (returns[own] - rewards[own].mean()) * response_mask[own]
+    return advantages, returns
+
+
 def estimate_opd(
     token_level_rewards: torch.Tensor,
     response_mask: torch.Tensor,
@@ -157,6 +202,9 @@ OWN_ESTIMATORS: dict[str, Callable[..., object]] = {
     "gdpo": estimate_gdpo,
     "gigpo": estimate_gigpo,
     "opd": estimate_opd,
+    "opo": estimate_opo,
+    "optimal_token_baseline": estimate_otb,
+    "tir_optimal_token_baseline": estimate_otb,
 }
 """Estimators that raylight computes itself."""
 
@@ -372,6 +420,7 @@ def _run_estimator(
         "token_level_rewards": rewards.float() if user_function else rewards,
         "response_mask": sequences.mask,
         "index": np.array(outline.groups, dtype=object),
+        "lengths": sequences.lengths if outline.lengths is None else torch.tensor(outline.lengths),
         "gamma": given["gamma"],
         "lam": given["lam"],
         "norm_adv_by_std_in_grpo": norm_adv_by_std,

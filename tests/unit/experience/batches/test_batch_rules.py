@@ -127,7 +127,7 @@ def test_a_masked_truncation_counts_in_its_group_and_trains_no_token() -> None:
     first, second, third = rewards(1.0, 0.0, 0.5)
     whole = build([first, second, third])[0]
     batch, report = build([first, truncated(second, "mask"), truncated(third, "mask", None)])
-    assert (batch.rewards, batch.groups) == (whole.rewards, whole.groups)
+    assert (batch.rewards, batch.groups, batch.lengths) == (whole.rewards, whole.groups, whole.lengths)
     assert batch.owners == [0, 2]
     assert (report.trained, report.rows_forced, report.stale_tokens, report.has_signal) == (3, 0, 0, True)
     assert build([first, truncated(second, "score"), third])[0].owners == [0, 1, 2]
@@ -361,6 +361,7 @@ def test_the_reward_of_a_turn_without_trained_tokens_stays_with_its_rollout(
     item = dataclasses.replace(item, generations=calls, spans=spans)
     batch, _ = build([item], turn_rewards=True, stale=StaleMask(2, 1) if stale else None)
     assert [(turn.value, turn.row) for turn in batch.turn_rewards] == [(0.5, 0), (1.0, 0), (0.25, 1)]
+    assert batch.lengths == [3]
 
 
 def test_the_turn_reward_of_a_rollout_of_forced_tokens_has_no_row() -> None:
@@ -372,6 +373,7 @@ def test_the_turn_reward_of_a_rollout_of_forced_tokens_has_no_row() -> None:
     ]
     batch, _ = build([dataclasses.replace(item, generations=calls)], turn_rewards=True)
     assert batch.turn_rewards == [TurnReward(0.5, 0, None, 2)]
+    assert batch.lengths == [sum(len(call.output_ids) for call in calls)]
 
 
 def _auxiliary(call: Generation) -> Generation:

@@ -64,6 +64,7 @@ def test_each_model_gets_its_rows_and_groups_and_other_models_none() -> None:
     assert coder.rows == [1, 2, 4]
     assert coder.batch.rows == [batch.rows[row] for row in coder.rows]
     assert (coder.batch.owners, coder.batch.rewards) == ([0, 0, 1], [1.0, 0.0])
+    assert (batch.lengths, coder.batch.lengths) == ([2, 4, 2, 2], [4, 2])
     assert report.trained_by_model == {"planner": 4, "coder": 6}
 
 
