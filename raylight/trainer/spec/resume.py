@@ -306,7 +306,7 @@ def highest_logged_version(metrics: Path) -> int:
 def logged_evaluations(metrics: Path) -> frozenset[int]:
     """Return the steps whose evaluation is in a metrics.jsonl; none if the file does not exist."""
     rows = [row for row in _logged_rows(metrics) if "val/rollouts" in row]
-    return frozenset(int(row.get("val/step", row["step"])) for row in rows)
+    return frozenset(int(row["val/step" if "val/step" in row else "step"]) for row in rows)
 
 
 def _logged_rows(metrics: Path) -> list[JsonObject]:
