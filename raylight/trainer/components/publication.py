@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import logging
 import uuid
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import NoReturn, TypeAlias
@@ -26,6 +26,8 @@ from raylight.weights.sender import PublicationSettings
 logger = logging.getLogger(__name__)
 
 AdapterRefs: TypeAlias = "dict[str, ray.ObjectRef[LoraAdapter]]"
+ReplicaLogprobs: TypeAlias = dict[str, list[float] | None]
+"""Log-probs of the probe by replica; None if it has computed none."""
 END_TIMEOUT_S = 15.0
 """Time in which the learners must end their part of a publication that failed."""
 
@@ -95,6 +97,8 @@ class Publications:
         """Version of the learners' snapshot; 0 if they have none."""
         self._payload_refs: AdapterRefs = {}
         """Reference to the published version of each adapter, by the name under which it is served."""
+        self._order: asyncio.Task[ReplicaLogprobs] | None = None
+        """The last order that published a version. It may go on after `publish` was cancelled."""
         self._failure: LearnerError | None = None
         """Failure of the learners that was found when a replica had joined."""
 
@@ -115,18 +119,18 @@ class Publications:
             MismatchError: a replica's log-probs differ from the learners'.
             LearnerLostError: the learners were lost meanwhile.
         """
-        if version < self.published:
-            return None
         async with contextlib.AsyncExitStack() as learners:
             await learners.enter_async_context(self.learners_busy)
             async with self._sending:
+                await self._await_order()
+                if version < self.published:
+                    return None
                 payload_refs, logprobs = await self._read(version)
                 if self._settings.during_updates:
                     await learners.aclose()
                 probed: dict[str, dict[str, list[float]]] = {}
                 if version > self.published:
                     probed, logprobs = await self._send(version, payload_refs, logprobs)
-                self._payload_refs |= payload_refs
             self._replicas.changed.notify_all()
             return await self.check_parity(version, self._settings.timeout_s, probed, logprobs)
 
@@ -211,14 +215,45 @@ class Publications:
             if not self._adapters:
                 found = await self._send_weights(version)
             else:
-                found = await self._send_adapters(version, payload_refs, self._settings.timeout_s)
-                self.published = version
+                order = self._send_adapters(version, payload_refs, self._settings.timeout_s)
+                found = await asyncio.shield(self._begin(version, order, payload_refs))
         probed = {replica: values for replica, values in found.items() if values is not None}
         return {name: probed} if probed else {}, {name: own.result()} if own else logprobs
 
+    def _begin(
+        self, version: int, order: Awaitable[ReplicaLogprobs], payload_refs: AdapterRefs
+    ) -> asyncio.Task[ReplicaLogprobs]:
+        """Begin an order that publishes a version, and note the version when it has ended.
+
+        It goes on if its caller is cancelled, as it does at the coordinator, which takes no version twice.
+        """
+
+        async def note() -> ReplicaLogprobs:
+            found = await order
+            self.published = version
+            self._payload_refs |= payload_refs
+            return found
+
+        self._order = asyncio.create_task(note())
+        self._order.add_done_callback(
+            lambda order: order.cancelled() or order.exception()
+        )  # else asyncio logs it
+        return self._order
+
+    async def _await_order(self) -> None:
+        """Wait until the last order has ended.
+
+        Raises:
+            WeightSyncError: it failed. Only weights that no replica has received can be published again.
+        """
+        if self._order is not None:
+            await asyncio.wait([self._order])
+            if self._adapters:
+                self._order.result()
+
     async def _send_adapters(
         self, version: int, payload_refs: AdapterRefs, timeout: float
-    ) -> dict[str, list[float] | None]:
+    ) -> ReplicaLogprobs:
         """Publish a version of adapters; return the replicas' log-probs of the probe with the last one."""
         *others, last = payload_refs
         mode = self._engine.update_mode
@@ -298,13 +333,14 @@ class Publications:
         """
         await self._replicas.release(name, self._settings.timeout_s)
 
-    async def _send_weights(self, version: int) -> dict[str, list[float] | None]:
+    async def _send_weights(self, version: int) -> ReplicaLogprobs:
         """Publish a version of the weights, and have the learners send it. Return the replicas' log-probs of
         the probe."""
         token, settings, mode = uuid.uuid4().hex, self._settings, self._engine.update_mode
-        publishing = asyncio.ensure_future(
-            self._replicas.publish(version, None, settings.timeout_s, mode, token=token, probe=self._probe)
+        order = self._replicas.publish(
+            version, None, settings.timeout_s, mode, token=token, probe=self._probe
         )
+        publishing = self._begin(version, order, {})
         sending = asyncio.ensure_future(self._learners.publish_weights(version, token, settings))
         try:
             await asyncio.wait([publishing, sending], return_when=asyncio.FIRST_EXCEPTION)
@@ -314,8 +350,6 @@ class Publications:
                 await asyncio.wait([publishing])
             elif not sending.done():
                 await self._await_end(sending, publishing.exception())
-            if publishing.done() and publishing.exception() is None:
-                self.published = version
             if sending.exception() is not None and not isinstance(sending.exception(), WeightSyncError):
                 sending.result()
             return publishing.result()
@@ -323,7 +357,7 @@ class Publications:
             if not publishing.done():  # cancelled; the replicas must not wait for a sender
                 with contextlib.suppress(WeightSyncError):  # no coordinator, no replicas
                     await self._replicas.fail_publication(token, "the publication was cancelled")
-            await cancel_all([publishing, sending])
+            await cancel_all([sending])
 
     async def _await_end(self, sending: asyncio.Future[None], failure: BaseException | None) -> None:
         """Wait until the learners have noticed that a publication failed.

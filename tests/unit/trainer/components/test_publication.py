@@ -4,6 +4,7 @@ import asyncio
 from typing import Any
 
 import pytest
+from coordinator_helpers import Coordinator, RunningReplica, SpyEngine, send, turns
 from unit_helpers import within
 
 from raylight.config import MODEL_NAME, EngineConfig
@@ -293,6 +294,81 @@ async def test_learners_that_are_lost_while_they_send_end_the_publication() -> N
         with pytest.raises(LearnerLostError, match="a rank died"):
             await run.publications.publish(1)
         assert "a rank died" in run.replicas.failed
+
+
+class RestartedLearners:
+    """Learners that are lost when `lost` is set, while they compute log-probs."""
+
+    def __init__(self, coordinator: Coordinator) -> None:
+        self.coordinator, self.version = coordinator, 1
+        self.lost: asyncio.Event | None = None
+
+    async def export_adapter(self, model: str) -> tuple[int, LoraAdapter]:
+        return 0, LoraAdapter({"version": self.version}, {})
+
+    async def publish_weights(self, version: int, token: str, settings: Any) -> None:
+        await send(self.coordinator, version, token)
+
+    async def logprobs(self, ids: list[int], model: str = "") -> list[float]:
+        if self.lost:
+            await self.lost.wait()
+            raise LearnerLostError("a rank died")
+        return [-float(i) for i in ids[1:]]
+
+
+class ProbedLater(SpyEngine):
+    """An engine that does not answer the probe of version 2 until `gate` is set."""
+
+    async def finish_weight_update(self, version: int) -> None:
+        await super().finish_weight_update(version)
+        if version == 2:
+            self.gate.clear()
+
+
+@pytest.mark.parametrize("cut_off", ["cancelled", "lost"])
+@pytest.mark.parametrize("adapters", [{}, {MODEL_NAME: ""}], ids=["weights", "adapter"])
+async def test_a_version_that_replicas_load_after_its_publication_was_cut_off_is_published(
+    adapters: dict[str, str], cut_off: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def fetch(refs: list[Any]) -> Any:
+        return refs[0]
+
+    monkeypatch.setattr("raylight.trainer.components.publication.ray.put", lambda value: value)
+    async with within():
+        coordinator = Coordinator()
+        replica = RunningReplica(coordinator, "a")
+        replica.engine = replica.executor._engine = ProbedLater()
+        replica.executor._fetch = fetch
+        await replica.start()
+        learners: Any = RestartedLearners(coordinator)
+        engine = EngineConfig(kind="transformers")
+        publications = Publications(
+            learners, coordinator.client, engine, 5.0, adapters=adapters, probe=[1, 2, 3], tolerance=1e-9
+        )
+        assert await publications.publish(1) is not None
+        learners.version = 2
+        learners.lost = asyncio.Event()
+        if adapters:
+            replica.engine.gate.clear()
+        publishing = asyncio.create_task(publications.publish(2))
+        await turns(200)
+        if cut_off == "lost":
+            learners.lost.set()
+        else:
+            publishing.cancel()
+        with pytest.raises(LearnerLostError if cut_off == "lost" else asyncio.CancelledError):
+            await publishing
+        assert publications.published == 1
+        learners.lost = None
+        again = asyncio.create_task(publications.publish(2))
+        await turns()
+        replica.engine.gate.set()
+        assert (await again).tokens == 2  # type: ignore[union-attr]
+        assert publications.published == 2
+        assert replica.engine.adapters == dict.fromkeys(adapters, 2)
+        assert replica.engine.version == (0 if adapters else 2)
+        assert all(ref.config == {"version": 2} for ref in publications._payload_refs.values())  # type: ignore[attr-defined]
+        await replica.die()
 
 
 class AdapterLearners:
