@@ -4,12 +4,12 @@ except for labels."""
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from raylight.engines.transformers.sampling import SamplingParams
-from raylight.http.body import invalid_body, without_labels
+from raylight.http.body import RequestModel
 from raylight.http.errors import RequestError
 from raylight.http.field_bounds import check_bounds
 from raylight.types import JsonObject
@@ -22,16 +22,15 @@ StopWord = Annotated[str, Field(min_length=1)]
 TokenIds = Annotated[list[int], Field(min_length=1, fail_fast=True)]
 Texts = Annotated[list[str], Field(min_length=1, fail_fast=True)]
 TokenLists = Annotated[list[TokenIds], Field(min_length=1, fail_fast=True)]
-BodyType = TypeVar("BodyType", bound="Body")
 
 
-class Body(BaseModel):
-    """Base of request bodies."""
+class Body(RequestModel):
+    """Base of request bodies. As in vLLM, a number may be given as text or with a fraction of zero."""
 
-    model_config = ConfigDict(extra="forbid", allow_inf_nan=False)
+    model_config = ConfigDict(strict=False)
 
     @classmethod
-    def read(cls: type[BodyType], body: object) -> BodyType:
+    def read(cls, body: object) -> Self:
         """Validate a decoded JSON body.
 
         Raises:
@@ -39,10 +38,7 @@ class Body(BaseModel):
         """
         if isinstance(body, dict):
             check_bounds(body)
-        try:
-            return cls.model_validate(without_labels(body))
-        except ValidationError as error:
-            raise invalid_body(error, body) from None
+        return super().read(body)
 
 
 class SampledStreamOptions(Body):

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from raylight.engines.transformers.reply import params_per_choice
-from raylight.engines.transformers.requests import ChatRequest
+from raylight.engines.transformers.requests import ChatRequest, CompletionRequest
 from raylight.engines.transformers.sampling import SamplingParams
 from raylight.http.errors import RequestError
 
@@ -27,6 +27,16 @@ def test_missing_settings_are_openais_defaults() -> None:
         "min_p": None,
     }
     assert params_of(**empty) == SamplingParams(9)
+
+
+def test_null_is_a_missing_field_also_if_the_engine_lacks_it() -> None:
+    tool = {"type": "function", "function": {"name": "add", "strict": None}, "defer_loading": None}
+    lacking = {"functions": None, "audio": None, "web_search_options": None, "tools": [tool]}
+    assert params_of(**lacking) == SamplingParams(9)
+    completion = CompletionRequest.read({"model": "m", "prompt": "hi", "suffix": None, "best_of": None})
+    assert completion.prompt == "hi"
+    with pytest.raises(RequestError, match="model: Field required"):
+        CompletionRequest.read({"model": None, "prompt": "hi"})
 
 
 def test_every_setting_arrives() -> None:
