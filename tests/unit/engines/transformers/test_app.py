@@ -361,8 +361,8 @@ HUGE = {
     "one stop word too many": {"stop": ["a"] * 65},
     "a long stop word": {"stop": "a" * 1_001},
     "biases": {"logit_bias": dict.fromkeys(map(str, range(90_000)), "x")},
-    "fields": dict.fromkeys(map(str, range(90_000))),
-    "some fields": dict.fromkeys(map(str, range(1_000))),
+    "fields": dict.fromkeys(map(str, range(90_000)), 1),
+    "some fields": dict.fromkeys(map(str, range(1_000)), 1),
     "a long name": {"x" * 100_000: 1},
 }
 
