@@ -30,7 +30,7 @@ from collections.abc import Generator, Iterator
 from pathlib import Path
 from typing import Any
 
-import certifi
+import httpcore2
 import hypothesis
 import pytest
 from packaging.requirements import Requirement
@@ -56,12 +56,13 @@ os.environ |= {"RAY_worker_niceness": "0"}
 if "PYTEST_XDIST_WORKER" in os.environ:  # two test processes share the cores
     os.environ.setdefault("OMP_NUM_THREADS", "1")
 restore_interrupts()
-# each client reads the certificates of public servers, which takes 50 ms; no test asks such a server
+# each client reads the certificates of public servers, which takes 25 ms; no test asks such a server
 NEW_CONTEXT, PUBLIC_CONTEXT = ssl.create_default_context, functools.cache(ssl.create_default_context)
-PUBLIC = {"cafile": certifi.where()}
 ssl.create_default_context = lambda *args, **kwargs: (
-    PUBLIC_CONTEXT(**kwargs) if kwargs == PUBLIC and not args else NEW_CONTEXT(*args, **kwargs)
+    PUBLIC_CONTEXT(**kwargs) if kwargs.keys() == {"cafile"} and not args else NEW_CONTEXT(*args, **kwargs)
 )
+if hasattr(httpcore2, "default_ssl_context"):  # releases of httpx2 differ
+    httpcore2.default_ssl_context = functools.cache(httpcore2.default_ssl_context)
 FRAMEWORK_PARTS = 4
 QUICK = "not slow and not gpu"
 """Marks of the test line, as in pyproject.toml."""
