@@ -1,9 +1,12 @@
 """Scripted models behind a real OpenAI-compatible server in a thread."""
 
+import asyncio
 import contextlib
+import functools
 import socket
 import threading
 from collections.abc import Awaitable, Callable, Iterator
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,15 +23,34 @@ Script = Callable[[str, str], "str | int | tuple[str, str]"]
 
 @contextlib.contextmanager
 def listening(app: ASGIApp) -> Iterator[str]:
-    """Serve an application on a free port, in a thread; yields its URL."""
+    """Serve an application on a free port, in a thread; yields its URL.
+
+    At the end, requests in progress are cancelled. uvicorn's own `serve` needs 0.2 s to end.
+    """
     with socket.create_server(("127.0.0.1", 0)) as listener:
         server = uvicorn.Server(uvicorn.Config(app, log_level="warning", lifespan="off"))
-        thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, daemon=True)
+        server.config.load()
+        server.lifespan = server.config.lifespan_class(server.config)
+        started: Future[Callable[[], object]] = Future()
+
+        async def serve() -> None:
+            await server.startup(sockets=[listener])
+            await server.on_tick(0)  # sets the default headers
+            ended = asyncio.Event()
+            started.set_result(functools.partial(asyncio.get_running_loop().call_soon_threadsafe, ended.set))
+            await ended.wait()
+            for listening_server in server.servers:
+                listening_server.close()
+            for connection in list(server.server_state.connections):
+                connection.shutdown()
+
+        thread = threading.Thread(target=asyncio.run, args=(serve(),), daemon=True)
         thread.start()
+        end = started.result(20)
         try:
             yield f"http://127.0.0.1:{listener.getsockname()[1]}"
         finally:
-            server.should_exit = True
+            end()
             thread.join(20)
             assert not thread.is_alive()
 
