@@ -129,7 +129,7 @@ class PolicyRollouts:
             for sample, rollout_id in enumerate(ids)
         ]
 
-    async def stored_draws(self, groups: list[int]) -> dict[int, JsonObject]:
+    async def stored_draws(self, groups: Iterable[int]) -> dict[int, JsonObject]:
         """Return the draws of the groups whose rollouts the store has, by group."""
         firsts = {self.group_ids(group)[0]: group for group in groups}
         stored = await self._store.query_rollouts(rollout_id_in=list(firsts))

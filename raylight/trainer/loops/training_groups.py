@@ -28,7 +28,7 @@ from raylight.trainer.loops.awaited_rollouts import Progress, end_unresponsive, 
 from raylight.trainer.loops.pacer import Pacer
 from raylight.trainer.loops.policy_rollouts import PolicyRollouts, cancel_left
 from raylight.trainer.output.report import Metrics
-from raylight.types import DRAW, FinishedRollout, JsonObject, StepGroups, TokenTotals
+from raylight.types import FinishedRollout, JsonObject, StepGroups, TokenTotals
 
 
 def choose_groups(
@@ -233,10 +233,14 @@ class TrainingGroups:
     async def _draw(self, groups: list[int]) -> list[Draw]:
         """Return the tasks of groups; those that an earlier process dispatched keep theirs."""
         async with self._sampling:
-            if self._sampler.learns and not self._run.start.is_fresh:
-                for group, place in (await self._rollouts.stored_draws(groups)).items():
-                    self._sampler.recall(group, place)
+            await self._recall(groups)
             return await asyncio.to_thread(lambda: [self._sampler.draw(group) for group in groups])
+
+    async def _recall(self, groups: Iterable[int]) -> None:
+        """Have the sampler note the draws of groups that an earlier process dispatched."""
+        if self._sampler.learns and not self._run.start.is_fresh:
+            for group, place in sorted((await self._rollouts.stored_draws(groups)).items()):
+                self._sampler.recall(group, place)
 
     async def _observe(self, step: int, rollouts: list[FinishedRollout]) -> None:
         """Give the sampler the outcomes of a step, once."""
@@ -245,9 +249,7 @@ class TrainingGroups:
         self.observed_step = step
         by_id = {item.rollout.rollout_id: item for item in rollouts}
         async with self._sampling:
-            for group in sorted(self._records[step].trained):  # a step that is taken again draws nothing
-                first = by_id[self._rollouts.group_ids(group)[0]]
-                self._sampler.recall(group, first.rollout.metadata.get(DRAW, {}))
+            await self._recall(self._records[step].all)  # a step that is taken again draws nothing
             for group in self._records[step].all:
                 ids = self._rollouts.group_ids(group)
                 own = [self._algorithm.reward_rules.reward(by_id[name]) for name in ids if name in by_id]

@@ -13,6 +13,7 @@ from raylight.learner.state.checkpoints import TrainingStates
 from raylight.store.client import StoreClient
 from raylight.store.service import StoreService
 from raylight.tasks.task_set import ShuffledTasks, TaskSampler
+from raylight.trainer.loops.training_groups import FinishedGroup, TrainingGroups
 from raylight.types import Rollout
 
 
@@ -86,6 +87,21 @@ def test_a_killed_driver_changes_neither_tasks_nor_grades(deaths: list[int], tmp
     pools = ("untested", "learnable", "unsolved", "solved")
     assert all(sum(row[f"tasks/drawn/{pool}"] for pool in pools) == 7 for row in rows if row["step"])
     assert all({"source/drawn/reward", "source/listed/reward"} <= {*row} for row in rows if row["step"])
+
+
+def test_draws_of_dropped_groups_are_known_after_a_death(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def drop_some(self: TrainingGroups, finished: FinishedGroup) -> str | None:
+        _, _, number = str(finished.rollouts[0].rollout.group_id).partition("-")
+        return "stale" if int(number) % 4 == 2 else None
+
+    monkeypatch.setattr(TrainingGroups, "_drop_reason", drop_some)
+    monkeypatch.setattr(TrainingGroups, "_in_order", lambda self: iter(sorted(self._finished)))
+    tasks = rl.tasks.Curriculum(list(range(30)))
+    undisturbed, _ = run(tmp_path / "b", [], tasks=tasks)
+    world, _ = run(tmp_path / "a", [62], tasks=tasks)  # some steps after the last state
+    assert tasks_of(world) == tasks_of(undisturbed)
 
 
 @pytest.mark.parametrize("deaths", [[31, 52], pytest.param([20], marks=pytest.mark.slow)])
