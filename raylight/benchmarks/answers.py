@@ -91,11 +91,12 @@ def _mean(followed: list[bool]) -> float:
 def score_code(row: Row, message: Any) -> Check:
     """Run the hidden tests of HumanEval on an answer: its first block of code, or all of it.
 
-    The answer is a whole function, or the rest of the function that the prompt begins. The last line of
-    output is a secret, so that a program that exits early does not pass.
+    The answer is a whole function, or the rest of the function that the prompt begins. As in HumanEval's
+    own harness it is not `__main__`, so that a main program after the function does not run. The last line
+    of output is a secret, so that a program that exits early does not pass.
     """
     text = message.content or ""
     code = found[1] if (found := CODE.search(text)) else text
     passed = secrets.token_hex(16)
-    end = f"check({row['entry_point']})\nprint({passed!r})\n"
-    return Check("\n".join([row["prompt"] + code, row["test"], end]), passed)
+    tested = "\n".join([row["prompt"] + code, row["test"], f"check({row['entry_point']})"])
+    return Check(f"exec({tested!r}, {{}})\nprint({passed!r})\n", passed)

@@ -130,6 +130,17 @@ def test_code() -> None:
         assert not passes(score_code(row, said("```python\n    return None\n```")))
 
 
+@pytest.mark.parametrize(
+    "main", ["raise SystemExit(0)", "print(input())", "import unittest; unittest.main()"]
+)
+def test_a_main_program_after_the_function_does_not_run(main: str) -> None:
+    row = rows("humaneval.jsonl")[0]
+    solution = row["prompt"] + row["canonical_solution"]
+    assert passes(
+        score_code(row, said(f"```python\n{solution}\nif __name__ == '__main__':\n    {main}\n```"))
+    )
+
+
 def test_code_that_exits_early_does_not_pass() -> None:
     row = rows("humaneval.jsonl")[0]
     for text in ("    return True\n\nprint('passed')\nraise SystemExit(0)", "I cannot do this.", None):
