@@ -17,6 +17,7 @@ from raylight.types import JsonObject
 Row = JsonObject
 
 NUMBER = re.compile(r"(?:(?<![\w.)])-)?(?:\d[\d,]*(?:\.\d+)?|\.\d+)")
+ANSWER = re.compile(r"answer\**\s*:", re.IGNORECASE)
 OPTION = re.compile(r"(?i:answer)\**(?i:\s+is)?\s*:?[\s*$({]*(?:\\(?:boxed|text|mathrm)\{)*([A-D])\b")
 FIRST_OPTION = re.compile(r"\A[\s*$({]*([A-D])\**(?:[).:}]|\s*\Z)")
 CODE = re.compile(r"```(?:python|py)?[ \t]*\n(.*?)(?:```|\Z)", re.DOTALL | re.IGNORECASE)
@@ -45,12 +46,17 @@ class Check:
 
 
 def score_number(row: Row, message: Any) -> float:
-    """Compare the last number of an answer, after its last "Answer:" if it has one, with GSM8K's."""
+    """Compare the first number after the last "Answer:", or else the last number, with GSM8K's."""
     text = message.content or ""
-    found = NUMBER.findall(text[text.lower().rfind("answer:") :]) if "answer:" in text.lower() else []
-    found = found or NUMBER.findall(text)
+    found = NUMBER.findall(_last_answer(text))[:1] or NUMBER.findall(text)[-1:]
     expected = row["answer"].rpartition("####")[2].strip()
-    return float(bool(found) and _value(found[-1]) == _value(expected))
+    return float(bool(found) and _value(found[0]) == _value(expected))
+
+
+def _last_answer(text: str) -> str:
+    """Return a text from its last "Answer:" to its end; "" without one."""
+    starts = [found.start() for found in ANSWER.finditer(text)]
+    return text[starts[-1] :] if starts else ""
 
 
 def _value(number: str) -> float:
@@ -60,8 +66,8 @@ def _value(number: str) -> float:
 def score_option(row: Row, message: Any) -> float:
     """Compare the letter after the last "Answer:" with MMLU's, or the letter with which the answer begins."""
     text = message.content or ""
-    found = OPTION.findall(text) or FIRST_OPTION.findall(text)
-    return float(bool(found) and found[-1] == "ABCD"[row["answer"]])
+    found = OPTION.findall(_last_answer(text))[:1] or OPTION.findall(text)[-1:] or FIRST_OPTION.findall(text)
+    return float(bool(found) and found[0] == "ABCD"[row["answer"]])
 
 
 def score_mathematics(row: Row, message: Any) -> Check:
