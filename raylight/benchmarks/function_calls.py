@@ -88,7 +88,7 @@ def _is_possible(value: Any, declared: Schema, possible: list[Any]) -> bool:
     """Return True if an argument has the declared type and one of the possible values.
 
     A value of another type than the declared one is the name of a variable, where the possible values have
-    that type too.
+    that type too. An array that may be left out may be empty, and the types of its elements are not compared.
     """
     expected: object = PYTHON_TYPES[declared["type"]]
     if expected is float and type(value) is int:
@@ -102,7 +102,8 @@ def _is_possible(value: Any, declared: Schema, possible: list[Any]) -> bool:
         return any(other != "" and _same_entries(value, other) for other in possible)
     if expected is not list:
         return _plain(value) in map(_plain, possible)
-    lists = [other for other in possible if isinstance(other, list)]
+    may_be_left_out = "" in possible
+    lists = [other or [] for other in possible if other == "" or isinstance(other, list)]
     inner = PYTHON_TYPES[declared["items"]["type"]]
     if inner is dict:
         return any(
@@ -111,7 +112,8 @@ def _is_possible(value: Any, declared: Schema, possible: list[Any]) -> bool:
             for other in lists
         )
     return any(
-        _plain(value) == _plain(other) and all(type(part) in (inner, type(other[0])) for part in value)
+        list(map(_plain, value)) == list(map(_plain, other))
+        and (may_be_left_out or all(type(part) in (inner, type(other[0])) for part in value))
         for other in lists
     )
 
@@ -124,7 +126,5 @@ def _same_entries(given: JsonObject, possible: dict[str, list[object]]) -> bool:
 
 
 def _plain(value: object) -> object:
-    """Return a value whose strings are without case and punctuation."""
-    if isinstance(value, list):
-        return [_plain(part) for part in value]
+    """Return a string without case and punctuation; another value unchanged."""
     return IGNORED.sub("", value).lower().replace("'", '"') if isinstance(value, str) else value

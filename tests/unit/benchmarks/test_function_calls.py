@@ -1,6 +1,6 @@
 """Function calls on real rows of the leaderboard (samples/README.md).
 
-A run of the leaderboard's own checker (bfcl-eval 2026.3.23) on 24,000 calls, right ones and changed ones of
+A run of the leaderboard's own checker (bfcl-eval 2026.3.23) on 10,500 calls, right ones and changed ones of
 all 400 rows, gave the same verdicts.
 """
 
@@ -80,3 +80,23 @@ FETCH = {"database_name": "StudentDB", "table_name": "students"}
 )
 def test_a_call(row: int, calls: list[tuple[str, Any]], score: float) -> None:
     assert score_call(ROWS[f"simple_{row}"], calling(*calls)) == score
+
+
+@pytest.mark.parametrize(
+    ("arguments", "score"),
+    [
+        ({"details": ["Plaintiffs", "charges"], "cards": {"Alex": ["A of spades"]}}, 1.0),
+        ({"details": [], "cards": {"Alex": ["A of spades"]}}, 1.0),
+        ({"details": ["plaintiffs"], "cards": {"Alex": ["A of spades"]}}, 0.0),
+        ({"cards": {"Alex": ["A OF SPADES"]}}, 0.0),
+        ({"cards": {"Alex": []}}, 0.0),
+    ],
+)
+def test_an_optional_array_may_be_empty_and_arrays_in_dicts_are_exact(
+    arguments: dict[str, Any], score: float
+) -> None:
+    details = {"type": "array", "items": {"type": "string"}}
+    parameters = {"properties": {"details": details, "cards": {"type": "dict"}}, "required": ["cards"]}
+    possible = {"details": ["", ["plaintiffs", "charges"]], "cards": [{"Alex": [["A of spades"]]}]}
+    row = {"function": [{"name": "find", "parameters": parameters}], "ground_truth": [{"find": possible}]}
+    assert score_call(row, calling(("find", arguments))) == score
