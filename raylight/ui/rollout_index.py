@@ -23,7 +23,7 @@ from pathlib import Path
 
 from raylight.errors import QueryError
 from raylight.store.overview import RolloutLine, RolloutOverview
-from raylight.types import JsonObject
+from raylight.types import JsonObject, StepGroups
 
 INDEX_FILE = "ui-index.db"
 LINES_PER_BATCH = 1_000
@@ -89,7 +89,7 @@ class RolloutIndex:
         self._temporary: tempfile.TemporaryDirectory[str] | None = None
         self._db = self._open(folder)
         self._seen_version = -1
-        self._steps_known = 0
+        self._known_steps: set[tuple[str, int]] = set()
         self._versions: dict[int, int] = {}
         self._lines_complete = self._texts_complete = False
 
@@ -113,13 +113,14 @@ class RolloutIndex:
         """
         end = time.monotonic() + seconds
         with self._lock:
+            steps = self._overview.steps()  # before the lines, so that the lines have their rollouts
             version = self._overview.data_version()
             if version != self._seen_version:
                 self._seen_version, self._lines_complete, self._texts_complete = version, False, False
                 self._refresh_undecided()
             while time.monotonic() < end and not self._lines_complete:
                 self._add_lines()
-            self._add_steps(versions)
+            self._add_steps(versions, steps)
             while time.monotonic() < end and self._lines_complete and not self._texts_complete:
                 self._add_texts()
 
@@ -184,11 +185,11 @@ class RolloutIndex:
         with self._lock, _query_errors(filters):
             (total,) = self._db.execute(f"SELECT COUNT(*) FROM {source}{where}", values).fetchone()
             every = max(-(-total // limit), 1)
-            thinned = f"{where} {'AND' if where else 'WHERE'} r.position % ? = 0" if every > 1 else where
             chosen = ", ".join(f"r.{name}" for name in names)
             rows = self._db.execute(
-                f"SELECT {chosen} FROM {source}{thinned} ORDER BY r.position LIMIT ?",
-                (*values, *([every] if every > 1 else []), limit),
+                f"SELECT * FROM (SELECT {chosen}, row_number() OVER (ORDER BY r.position) AS nth FROM "
+                f"{source}{where}) WHERE nth % ? = 0 ORDER BY nth",
+                (*values, every),
             ).fetchall()
         return total, {name: [row[name] for row in rows] for name in names}
 
@@ -275,23 +276,25 @@ class RolloutIndex:
         with self._transaction():
             self._db.executemany(UPSERT, map(index_row, lines))
 
-    def _add_steps(self, versions: Mapping[int, int]) -> None:
+    def _add_steps(self, versions: Mapping[int, int], steps: list[tuple[str, int, StepGroups]]) -> None:
         """Enter the steps that took the groups of the rollouts."""
         if versions != self._versions:
             with self._transaction():
                 self._db.executemany("INSERT OR REPLACE INTO versions VALUES (?, ?)", versions.items())
             self._versions = dict(versions)
-        steps = self._overview.steps()
-        if len(steps) == self._steps_known:
+        if len(steps) == len(self._known_steps):
             return
         with self._transaction():
-            for lineage, step, groups in steps[max(self._steps_known - 1, 0) :]:
+            for lineage, step, groups in steps:
+                if (lineage, step) in self._known_steps:
+                    continue
                 self._db.execute(
                     "UPDATE rollouts SET step = :step WHERE lineage = :lineage AND number IN (SELECT value "
                     "FROM json_each(:numbers)) AND step IS NOT :step",
                     {"step": step, "lineage": lineage, "numbers": json.dumps(groups.all)},
                 )
-        self._steps_known = len(steps) if self._lines_complete else 0
+        if self._lines_complete:
+            self._known_steps = {(lineage, step) for lineage, step, _ in steps}
 
     def _add_texts(self) -> None:
         waiting = self._db.execute(

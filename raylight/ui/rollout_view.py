@@ -195,7 +195,7 @@ def advantages_of(
     rows = records.read(step, rollout_ids) if step else {}
     means: dict[str, float | None] = {}
     for name in rollout_ids:
-        values = [row.advantages[row.advantages != 0] for row in rows.get(name, ())]
+        values = [row.advantages[~np.isnan(row.advantages)] for row in rows.get(name, ())]
         joined = np.concatenate(values) if values else np.empty(0)
         means[name] = None if not values else float(joined.mean()) if len(joined) else 0.0
     return means

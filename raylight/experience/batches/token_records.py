@@ -35,6 +35,7 @@ class RowRecord:
     logprobs: LogprobArray
     """The learners' log-probs before the update; NaN where they were not computed."""
     advantages: LogprobArray
+    """NaN where a token was not trained."""
 
 
 class RecordedRow(NamedTuple):

@@ -178,7 +178,8 @@ def record_row(row: TrainRow) -> RowRecord:
     logprobs = row.old_logprobs if row.learner_logprobs is None else row.learner_logprobs
     known = torch.full_like(row.engine_logprobs, torch.nan) if logprobs is None else logprobs
     assert row.advantages is not None, "an update computes them"
-    return RowRecord(row.index, len(row.prompt), _copy(known), _copy(row.advantages))
+    advantages = row.advantages.masked_fill(row.mask == 0, torch.nan)
+    return RowRecord(row.index, len(row.prompt), _copy(known), _copy(advantages))
 
 
 def _copy(values: torch.Tensor) -> LogprobArray:

@@ -9,7 +9,7 @@ from store_helpers import open_box, reward_of
 
 from raylight.errors import QueryError
 from raylight.store.overview import group_name
-from raylight.types import EnqueueRolloutRequest
+from raylight.types import EnqueueRolloutRequest, StepGroups
 from raylight.ui import rollout_index
 from raylight.ui.rollout_index import INDEX_FILE, MARK_END, MARK_START, RolloutIndex, open_index
 
@@ -108,6 +108,21 @@ def test_points_are_sampled_evenly(index: RolloutIndex) -> None:
     assert index.points({"mode": "none"}, 10)[1]["reward"] == []
 
 
+async def test_points_of_a_filter_are_sampled_evenly_wherever_its_rollouts_are(tmp_path: Path) -> None:
+    modes = ["val" if number % 4 == 0 else "train" for number in range(40)]
+    async with open_box(tmp_path / "store.db") as box:
+        requests = [EnqueueRolloutRequest(input={}, mode=mode) for mode in modes]
+        await box.store.enqueue_many_rollouts(requests)
+    index = RolloutIndex(tmp_path / "store.db", tmp_path)
+    complete(index)
+    for mode in ("val", "train"):
+        matching = [card["id"] for card in index.find({"mode": mode})[1]]
+        assert (
+            index.points({"mode": mode}, 5)[1]["id"] == matching[len(matching) // 5 - 1 :: len(matching) // 5]
+        )
+    index.close()
+
+
 def test_groups_of_an_equal_task(index: RolloutIndex) -> None:
     assert [(item["group"], item["mode"]) for item in index.same_task(f"{LINEAGE}-train-0")] == [
         (f"{LINEAGE}-train-0", "train"),
@@ -133,6 +148,26 @@ async def test_it_follows_a_run_in_progress(tmp_path: Path) -> None:
         complete(index)
         assert index.counts() == {"known": 1, "lines": 1, "decided": 1, "indexed": 1}
         assert index.find({"q": "zebra"})[1][0]["reward"] == 1.0
+        index.close()
+
+
+@pytest.mark.parametrize("resumed", ["1111bbbb", "9999bbbb"])
+async def test_steps_of_a_lineage_that_begins_later_are_entered(tmp_path: Path, resumed: str) -> None:
+    async with open_box(tmp_path / "store.db") as box:
+
+        async def take_step(lineage: str, step: int) -> None:
+            request = EnqueueRolloutRequest(input={}, mode="train", rollout_id=f"{lineage}-train-{step}-0")
+            await box.store.enqueue_many_rollouts([request])
+            await box.store.record_step(lineage, step, StepGroups((step,)))
+
+        for step in (1, 2, 3):
+            await take_step("8888aaaa", step)
+        index = RolloutIndex(tmp_path / "store.db", tmp_path)
+        complete(index)
+        for step in (2, 3):
+            await take_step(resumed, step)
+        complete(index)
+        assert [card["step"] for card in index.find({})[1]] == [1, 2, 3, 2, 3]
         index.close()
 
 
