@@ -220,7 +220,7 @@ class Episode:
         step = await self._session.step(action)
         self._done = step.done
         if step.reward is not None:
-            self._rewards.append(step.reward)
+            self._rewards.append(float(step.reward))
         return step.observation
 
     def _check_done(self) -> None:
@@ -238,7 +238,7 @@ class EpisodeStep(BaseModel):
     model_config = ConfigDict(strict=True, frozen=True, allow_inf_nan=False)
 
     observation: JsonObject
-    reward: float | None = None
+    reward: bool | float | None = None
     done: bool = False
 
 

@@ -34,7 +34,7 @@ Handle = Callable[[dict[str, Any]], Any]
 """Answer of the server to a message: a dict, a text or bytes as they are, "silence", or None for its end."""
 
 
-def observation(text: Any, reward: float | None = None, done: bool = False) -> dict[str, Any]:
+def observation(text: Any, reward: Any = None, done: bool = False) -> dict[str, Any]:
     data = {"observation": {"text": text, "metadata": {}}, "reward": reward, "done": done}
     return {"type": "observation", "data": data}
 
@@ -166,6 +166,17 @@ async def test_the_reward_is_of_the_steps_or_of_the_state(options: dict[str, Any
         assert await play(url, **options) == expected
 
 
+@pytest.mark.parametrize("reward", [True, 1])
+async def test_a_reward_may_be_a_boolean_or_whole(reward: Any) -> None:
+    def handle(message: dict[str, Any]) -> Any:
+        return observation("begin") if message["type"] == "reset" else observation("end", reward, done=True)
+
+    async with serving(handle, "42") as (_, url):
+        total = await play(url)
+    assert total == 1.0
+    assert type(total) is float
+
+
 async def test_a_conversation_longer_than_the_context_ends_with_the_rewards_so_far() -> None:
     async with serving(guessing, "one", TOO_LONG) as (_, url):
         assert await play(url) == 0.25
@@ -248,7 +259,7 @@ async def test_tools_of_the_environment_are_the_models() -> None:
             EnvironmentServerError,
             "no observation",
         ),
-        (observation("x", "much"), EnvironmentServerError, "no observation with reward"),  # type: ignore[arg-type]
+        (observation("x", "much"), EnvironmentServerError, "no observation with reward"),
         (observation("x", float("nan")), EnvironmentServerError, "no observation with reward"),
     ],
 )
