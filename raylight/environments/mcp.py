@@ -233,7 +233,7 @@ async def process_of(server: MCPServer) -> AsyncIterator[object]:
 
 def text_of(result: Any) -> str:
     """Return a tool's result: its texts, else its structured content. Other parts are named by their type."""
-    parts = [getattr(part, "text", None) or f"[{part.type}]" for part in result.content]
+    parts = [part.text if part.type == "text" else f"[{part.type}]" for part in result.content]
     if not parts and result.structured_content is not None:
         parts = [json.dumps(result.structured_content)]
     text = "\n".join(parts)

@@ -63,6 +63,7 @@ async def test_tools_are_schemas_and_results_are_text() -> None:
         assert await opened.call("add", {"a": 2, "b": 3}) == "5"
         assert await opened.call("add", '{"a": 2, "b": 40}') == "42"
         assert await opened.call("count", "") == '{"calls": 3}'
+        assert await opened.call("environment", {"name": "NOT_SET"}) == ""
 
 
 async def test_mistakes_and_errors_of_tools_are_text_for_the_model() -> None:
