@@ -184,6 +184,31 @@ def test_all_mini_batches_have_the_same_old_policy(exact):
     assert abs(twice["learner/ppo_kl"]) > 1e-5
 
 
+@pytest.mark.parametrize(
+    ("given", "has_all"),
+    [
+        ({}, True),
+        ({"mini_batches": 2}, True),
+        ({"mini_batches": 2, "ppo_epochs": 2, "bypass_mode": True}, False),
+        ({"mini_batches": 2, "rollout_is": "token", "max_staleness": 1, "proximal": "loglinear"}, False),
+        ({"ppo_epochs": 2, "bypass_mode": True}, True),
+    ],
+)
+def test_records_have_the_log_probs_before_the_update_or_none(exact, given, has_all):
+    """Without a pass before the update, only the first optimizer step computes them in time."""
+    engine = [[logprob - 0.25 for logprob in row] for row in exact]
+    policy = make_policy(lr=1e-2, max_logprob_mismatch=1.0, **given)
+    policy.update(make_batch(engine))
+    records = sorted(policy.row_records, key=lambda record: record.index)
+    known = [record.index for record in records if not np.isnan(record.logprobs).any()]
+    assert len(known) == (8 if has_all else 4)
+    for record, expected in zip(records, exact, strict=True):
+        if record.index in known:
+            assert record.logprobs == pytest.approx(expected, abs=1e-4)
+        else:
+            assert np.isnan(record.logprobs).all()
+
+
 def test_passes_on_a_cpu_have_bounded_activations_and_add_up_to_the_same_update(exact, monkeypatch):
     whole, parts = make_policy(), make_policy()
     from raylight.learner.tokens import micro_batch

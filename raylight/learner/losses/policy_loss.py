@@ -22,9 +22,8 @@ class PolicyLoss:
     """Loss function that the engine calls with each micro-batch.
 
     Without log-probs of the old policy, this pass's replace them, which is exact for a single
-    optimizer step per batch. If the learner has not computed log-probs before, this pass's are stored
-    in the rows. A proximal policy that is interpolated replaces the old one too, and gives the importance
-    weights.
+    optimizer step per batch. A proximal policy that is interpolated replaces the old one too, and gives the
+    importance weights.
 
     With an aggregation by mean over rows, verl would add entropy and KL once per row of a rollout. This class
     weights them by row length instead, so that a rollout counts once, as in the advantages.
@@ -33,9 +32,10 @@ class PolicyLoss:
 
     Args:
         rows: this rank's rows of the mini-batch, in the order of the engine's input.
+        stores_logprobs: store this pass's log-probs in the rows, as the learner's before the update.
     """
 
-    def __init__(self, settings: PolicySettings, rows: list[TrainRow]) -> None:
+    def __init__(self, settings: PolicySettings, rows: list[TrainRow], stores_logprobs: bool = False) -> None:
         if settings.loss_agg_mode == SCALED_AGGREGATION and settings.loss_scale_factor is None:
             # verl would divide by the width of each micro-batch
             settings = settings.model_copy(update={"loss_scale_factor": longest_response(rows)})
@@ -43,9 +43,7 @@ class PolicyLoss:
         self._averages_rows = averages_rows(settings)
         if settings.user_loss is not None:
             verl.register_policy_loss(settings.loss.name)(wrap_token_loss(settings.user_loss))
-        self._stores_logprobs = not settings.needs_old_logprobs and any(
-            row.learner_logprobs is None for row in rows
-        )
+        self._stores_logprobs = stores_logprobs
 
     def __call__(
         self, outputs: dict[str, torch.Tensor], batch: MicroBatch

@@ -43,7 +43,7 @@ class TrainRow:
     """Log-probs of the old policy: the learner's, or the engine's in bypass mode."""
     learner_logprobs: torch.Tensor | None = None
     """The learner's log-probs before the update, if `old_logprobs` are not. Without a pass before the update
-    they come from the first training pass."""
+    they come from the first optimizer step, and other mini-batches have none."""
     ref_logprobs: torch.Tensor | None = None
     teacher: int = 0
     """Number of its teacher on the learners' ranks."""
@@ -173,9 +173,14 @@ def make_probe_row(ids: Sequence[int]) -> TrainRow:
     return TrainRow(0, 0, tokens[:1], tokens[1:], ones, zeros, ones, 1.0)
 
 
-def record_row(row: TrainRow) -> RowRecord:
-    """Return what an update computed of a row."""
-    logprobs = row.old_logprobs if row.learner_logprobs is None else row.learner_logprobs
+def record_row(row: TrainRow, bypass_mode: bool) -> RowRecord:
+    """Return what an update computed of a row.
+
+    Args:
+        bypass_mode: the old log-probs are the engine's.
+    """
+    old = None if bypass_mode else row.old_logprobs
+    logprobs = old if row.learner_logprobs is None else row.learner_logprobs
     known = torch.full_like(row.engine_logprobs, torch.nan) if logprobs is None else logprobs
     assert row.advantages is not None, "an update computes them"
     advantages = row.advantages.masked_fill(row.mask == 0, torch.nan)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections.abc import Mapping
 
 import torch
@@ -118,8 +119,9 @@ class Policy(TrainedModel):
             keeps_all = settings.rollout_rs is None
             steps = [step for step in minibatches if keeps_all or correction.has_tokens(step.rows)]
             teachers = contextlib.nullcontext() if self._distiller is None else self._distiller.resident()
+            stores = itertools.chain([not infers], itertools.repeat(False))  # later steps have other weights
             with self.engine.resident(), teachers:
-                metrics |= mean_over_steps(list(map(self._step, steps * settings.ppo_epochs)))
+                metrics |= mean_over_steps(list(map(self._step, steps * settings.ppo_epochs, stores)))
         # without a pass before, only the first mini-batch has log-probs from before the first step
         measured = own_rows if infers else minibatches[0].rows
         if not infers:
@@ -131,7 +133,7 @@ class Policy(TrainedModel):
             self.engine.lr_scheduler_step() if trains else scheduler.get_last_lr()[0]
         )
         self.version += 1
-        self.row_records = [record_row(row) for row in own_rows]
+        self.row_records = [record_row(row, settings.bypass_mode) for row in own_rows]
         self.load_images({})  # whose features would stay on the device
         return metrics
 
@@ -163,12 +165,12 @@ class Policy(TrainedModel):
         for row, value in zip(rows, values, strict=True):
             setattr(row, name, value)
 
-    def _step(self, minibatch: Minibatch) -> dict[str, float]:
+    def _step(self, minibatch: Minibatch, stores_logprobs: bool) -> dict[str, float]:
         """Take an optimizer step on one mini-batch. The old policy is the same for all of them."""
         settings = self.settings
         found = self.engine.train(
             minibatch,
-            PolicyLoss(settings, minibatch.rows),
+            PolicyLoss(settings, minibatch.rows, stores_logprobs),
             entropy=settings.calculate_entropy or settings.entropy_coef != 0,
             entropy_grad=settings.entropy_coef != 0,
             observations=settings.observation_coef > 0,
