@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import math
 import time
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import replace
@@ -34,6 +35,8 @@ from raylight.types import FinishedRollout, Trajectory
 
 MOST_TOKENS = 16_384
 """Tokens of one request; a longer row is a separate request."""
+MEANS = {"teacher/added_tokens": "teacher/changed_prompts", "teacher/tokens_per_span": "spans"}
+"""Metrics that are means, with the count that divides their sum."""
 REQUESTS_PER_REPLICA = 2
 """Requests in flight for each replica, so that none waits for the next one to arrive."""
 
@@ -77,13 +80,20 @@ class Teacher:
             TeacherPromptError: the prompt function fails, or its messages cannot be rendered.
             RowTooLongError: a row is too long with the teacher's prompt.
         """
+        batch, totals = await self.score_part(batch, finished)
+        return batch, _describe([totals])
+
+    async def score_part(
+        self, batch: TrainBatch, finished: Sequence[FinishedRollout]
+    ) -> tuple[TrainBatch, dict[str, float]]:
+        """Return the batch as `score` does, and metrics in which the `MEANS` are still sums."""
         started = time.perf_counter()
         if self._aligner is None:
-            batch, metrics = await self._score_same(batch, finished)
+            batch, totals = await self._score_same(batch, finished)
         else:
-            batch, metrics = await self._score_aligned(batch, finished, self._aligner)
+            batch, totals = await self._score_aligned(batch, finished, self._aligner)
         retries = float(self.service.retries)
-        return batch, metrics | {"time/teacher_s": time.perf_counter() - started, "teacher/retries": retries}
+        return batch, totals | {"time/teacher_s": time.perf_counter() - started, "teacher/retries": retries}
 
     async def _score_same(
         self, batch: TrainBatch, finished: Sequence[FinishedRollout]
@@ -139,7 +149,7 @@ class Teacher:
         changed = sum(change is not None for change in changes)
         return scored, {
             "teacher/changed_prompts": float(changed),
-            "teacher/added_tokens": added / max(changed, 1),
+            "teacher/added_tokens": float(added),
             "teacher/other_renderings": float(differing),
         }
 
@@ -173,10 +183,11 @@ class Teacher:
                 batch.rows, aligned, rows, found, prompts, strict=True
             )
         ]
-        spans = [len(one.spans) for one in aligned]
-        tokens = sum(one.spans[-1][0] for one in aligned)
-        metrics = {"teacher/tokens_per_span": tokens / sum(spans)}
-        return replace(batch, teacher_logprobs=logprobs), metrics
+        totals = {
+            "teacher/tokens_per_span": float(sum(one.spans[-1][0] for one in aligned)),
+            "spans": float(sum(len(one.spans) for one in aligned)),
+        }
+        return replace(batch, teacher_logprobs=logprobs), totals
 
     async def _render(self, requests: Iterable[str]) -> dict[str, list[int]]:
         """Return the tokens of chat requests, by request."""
@@ -249,13 +260,15 @@ class Teachers(Component):
             return replace(batch, teacher_numbers=numbers), counts
         async with task_group() as tasks:
             asked = [
-                tasks.create_task(teacher.score(replace(batch, rows=[batch.rows[i] for i in part]), finished))
+                tasks.create_task(
+                    teacher.score_part(replace(batch, rows=[batch.rows[i] for i in part]), finished)
+                )
                 for teacher, part in zip(self._served, parts, strict=True)
                 if part
             ]
         scored = [task.result() for task in asked]
         order = np.argsort([i for part in parts for i in part]).tolist()
-        return _merge(batch, [part for part, _ in scored], order), _sum_up([m for _, m in scored]) | counts
+        return _merge(batch, [part for part, _ in scored], order), _describe([m for _, m in scored]) | counts
 
 
 def _align(aligner: TokenAligner, rows: list[Trajectory], prompts: list[int]) -> list[AlignedTokens]:
@@ -279,21 +292,15 @@ def _merge(batch: TrainBatch, parts: list[TrainBatch], order: list[int]) -> Trai
     return batch
 
 
-def _sum_up(metrics: list[dict[str, float]]) -> dict[str, float]:
-    """Return the metrics of all teachers, which have scored at the same time."""
-    names = dict.fromkeys(name for found in metrics for name in found)
-    total = {name: sum(found.get(name, 0.0) for found in metrics) for name in names}
-    if "time/teacher_s" in total:
-        total["time/teacher_s"] = max(found["time/teacher_s"] for found in metrics)
-    if changed := total.get("teacher/changed_prompts"):
-        total["teacher/added_tokens"] = (
-            sum(
-                found.get("teacher/added_tokens", 0.0) * found.get("teacher/changed_prompts", 0.0)
-                for found in metrics
-            )
-            / changed
-        )
-    return total
+def _describe(totals: list[dict[str, float]]) -> dict[str, float]:
+    """Return the metrics of all teachers, which have scored at the same time, from those of each."""
+    metrics = Counter[str]()
+    for found in totals:
+        metrics.update(found)
+    metrics["time/teacher_s"] = max(found["time/teacher_s"] for found in totals)
+    for mean in metrics.keys() & MEANS.keys():
+        metrics[mean] /= max(metrics[MEANS[mean]], 1)
+    return {name: value for name, value in metrics.items() if name != "spans"}
 
 
 def split_rows(lengths: Sequence[int], parts: int) -> Iterator[range]:

@@ -221,6 +221,31 @@ async def test_a_teacher_with_other_tokens_scores_spans_of_text() -> None:
         assert metrics["teacher/tokens_per_span"] > 1
 
 
+async def test_the_mean_of_tokens_in_spans_is_over_the_rows_of_all_teachers() -> None:
+    own = AutoTokenizer.from_pretrained(STARTER_MODEL)
+    rows, finished = [], []
+    for n, text in enumerate(("The answer", "12", "It is what it is")):
+        call = make_generation([0], own.encode(text, add_special_tokens=False), key=make_key(f"r{n}"))
+        rollout = make_rollout(f"r{n}", task={"domain": "ab"[n % 2]})
+        finished.append(FinishedRollout(rollout, 1.0, [call], []))
+        rows += build_trajectories([call]).rows
+    batch = TrainBatch([0.0] * 3, ["g"] * 3, rows, list(range(3)))
+    settings = ServedTeacher(
+        TeacherConfig(model=TOOL_MODEL, tokenizer="aligned"),
+        ServingSettings(TOOL_MODEL, EngineConfig(), "teacher"),
+        aligned_to=STARTER_MODEL,
+    )
+    one, several = (
+        Teachers(context(), dict.fromkeys(names, settings), choice)
+        for names, choice in (("a", None), ("ab", "domain"))
+    )
+    for teacher in [*one._served, *several._served]:
+        teacher.service._router = Handle()
+    expected, found = [(await teachers.score(batch, finished))[1] for teachers in (one, several)]
+    assert found["teacher/tokens_per_span"] == expected["teacher/tokens_per_span"] > 1
+    assert set(found) == {*expected, "teacher/rows/a", "teacher/rows/b"}
+
+
 async def test_a_lost_replica_costs_a_retry() -> None:
     lost = [ActorDiedError(), RayTaskError("score", "traceback", ActorDiedError())]  # of router, of replica
     handle = Handle(lambda call: lost[call - 2] if call in (2, 3) else None)
