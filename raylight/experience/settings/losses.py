@@ -67,7 +67,7 @@ class ClipCovLoss(ClippedLoss):
     """Clipped objective without the tokens that reduce the entropy most, https://arxiv.org/abs/2505.22617."""
 
     name: Literal["clip_cov"] = "clip_cov"
-    clip_cov_ratio: float = Field(default=0.0002, ge=0, le=1)
+    clip_cov_ratio: float = Field(default=0.0002, gt=0, le=1)
     """Fraction of the tokens that is left out."""
     clip_cov_lb: float = Field(default=1.0, ge=-MAX_FACTOR, le=MAX_FACTOR)
     """Lower bound of the covariance of log-prob and advantage of these tokens."""

@@ -65,6 +65,7 @@ def test_a_function_of_main_is_pickled_by_value() -> None:
         ({"reward_weights": {"a": 1.0}}, "reward_weights .read with adv_estimator gdpo"),
         ({"loss_mode": "dro"}, "set dro_beta"),
         ({"loss_mode": "dro", "dro_beta": 0.0}, "dro_beta"),
+        ({"loss_mode": "clip_cov", "clip_cov_ratio": 0.0}, "clip_cov_ratio.*greater than 0"),
         ({"dro_beta": 0.1}, "dro_beta .read with loss_mode dro"),
         ({"adv_estimator": "optimal_token_baseline", "bypass_mode": True}, "set bypass_mode=False"),
         (
