@@ -406,12 +406,15 @@ def test_a_token_baseline_is_verls_where_two_rollouts_have_tokens():
 @pytest.mark.parametrize(
     "options", [{"loss_agg_mode": "seq-mean-token-mean"}, {"loss_mode": "sapo"}, {"loss_mode": "geo_mean"}]
 )
-def test_rows_are_weighted_by_length_if_the_loss_averages_rows(options):
+def test_advantages_are_the_rollouts_and_rows_know_their_length_if_the_loss_averages_rows(options):
     batch = batch_of([[[3], [1]], [[2]]], [1.0, 0.0], ["a", "a"])
     assert advantages_of(batch, "rloo", **options) == [
-        pytest.approx([0.75] * 3 + [0.25]),
+        pytest.approx([1.0] * 4),
         pytest.approx([-1.0] * 2),
     ]
+    rows, config = rows_of(batch), policy_settings("rloo", **options)
+    estimate_rows(batch, rows, config)
+    assert [row.rollout_fraction for row in rows] == [0.75, 0.25, 1.0]
 
 
 def test_a_users_estimator_receives_its_parameters():

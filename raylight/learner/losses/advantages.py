@@ -25,8 +25,6 @@ from raylight.experience.token_alignment import NOT_JUDGED
 from raylight.learner import verl_api as verl
 from raylight.learner.tokens.rows import TrainRow
 
-ROW_MEAN_LOSSES = ("sapo", "geo_mean")
-"""Losses that average over the tokens of each row, whatever `loss_agg_mode` is."""
 EXACT_EQUIVALENTS = {"grpo_vectorized": "grpo"}
 """verl's estimators that compute in float32 -> equivalent ones that compute in the dtype of the rewards."""
 WHITENING_ESTIMATORS = ("gae", "gdpo", "reinforce_plus_plus", "reinforce_plus_plus_baseline")
@@ -302,17 +300,13 @@ class Estimate:
     advantages: torch.Tensor
     returns: torch.Tensor
     metrics: dict[str, float]
-    weighs_rows: bool
-    """True if the loss averages over rows. The advantages are then multiplied by the row's fraction of its
-    rollout's tokens, which makes a rollout count once."""
 
     def assign(self, rows: list[TrainRow]) -> None:
         """Set the advantages, returns and rollout fractions of rows."""
         advantages, returns = (self.sequences.select(rows, m) for m in (self.advantages, self.returns))
         for row, row_advantages, row_returns in zip(rows, advantages, returns, strict=True):
             row.rollout_fraction = self.sequences.row_fraction(row)
-            row.advantages = row_advantages * row.rollout_fraction if self.weighs_rows else row_advantages
-            row.returns = row_returns
+            row.advantages, row.returns = row_advantages, row_returns
 
 
 def add_advantages(
@@ -390,8 +384,7 @@ def estimate(
         metrics["critic/explained_variance"] = explained_variance(
             matrices["values"][sampled], returns[sampled]
         )
-    weighs_rows = settings.loss_agg_mode == "seq-mean-token-mean" or settings.loss.name in ROW_MEAN_LOSSES
-    return Estimate(sequences, advantages, returns, metrics, weighs_rows)
+    return Estimate(sequences, advantages, returns, metrics)
 
 
 def explained_variance(values: torch.Tensor, returns: torch.Tensor) -> float:

@@ -25,8 +25,8 @@ class PolicyLoss:
     optimizer step per batch. A proximal policy that is interpolated replaces the old one too, and gives the
     importance weights.
 
-    With an aggregation by mean over rows, verl would add entropy and KL once per row of a rollout. This class
-    weights them by row length instead, so that a rollout counts once, as in the advantages.
+    With an aggregation by mean over rows, verl would add the loss, entropy and KL once per row of a rollout.
+    This class weights them by the row's fraction of its rollout's tokens, so that a rollout counts once.
 
     Constructing it is a collective.
 
@@ -41,6 +41,8 @@ class PolicyLoss:
             settings = settings.model_copy(update={"loss_scale_factor": longest_response(rows)})
         self._settings, self._config = settings, actor_config(settings)
         self._averages_rows = averages_rows(settings)
+        # verl averages the loss of SAPO over rows, whatever the aggregation is
+        self._weighs_rows = self._averages_rows or settings.loss.name == "sapo"
         if settings.user_loss is not None:
             verl.register_policy_loss(settings.loss.name)(wrap_token_loss(settings.user_loss))
         self._stores_logprobs = stores_logprobs
@@ -60,7 +62,11 @@ class PolicyLoss:
         advantages = batch.matrix("advantages")
         if settings.loss.name == "geo_mean":
             # it divides by the rows of the micro-batch, all other losses by the rollouts of all ranks
-            advantages = advantages * (len(batch.rows) * batch.dp_size / batch.rollouts)
+            scale = len(batch.rows) * batch.dp_size / batch.rollouts
+            advantages = advantages * rollout_fractions(batch) * scale
+        elif self._weighs_rows:
+            fractions = rollout_fractions(batch)
+            weights = fractions if weights is None else weights * fractions
         self._config.global_batch_info.update(
             dp_size=batch.dp_size,
             batch_num_tokens=batch.tokens,
@@ -135,9 +141,13 @@ def mean_over_rollouts(values: torch.Tensor, batch: MicroBatch) -> torch.Tensor:
     Args:
         values: a matrix of the micro-batch, shape (rows, tokens).
     """
-    fractions = torch.tensor([row.rollout_fraction for row in batch.rows], device=batch.device)
-    weights = fractions / batch.mask.sum(-1).clamp(min=1)
-    return (values.where(batch.mask, 0.0).sum(-1) * weights).sum() * (batch.dp_size / batch.rollouts)
+    weights = rollout_fractions(batch) / batch.mask.sum(-1, keepdim=True).clamp(min=1)
+    return (values.where(batch.mask, 0.0) * weights).sum() * (batch.dp_size / batch.rollouts)
+
+
+def rollout_fractions(batch: MicroBatch) -> torch.Tensor:
+    """Return the fraction of its rollout's sampled tokens that each row has, shape (rows, 1)."""
+    return torch.tensor([[row.rollout_fraction] for row in batch.rows], device=batch.device)
 
 
 def wrap_token_loss(function: Callable[..., object]) -> Callable[..., tuple[torch.Tensor, dict[str, float]]]:
