@@ -312,6 +312,15 @@ class ChatNormalizer:
         return name is not None
 
 
+def effort_as_variable(body: JsonObject) -> JsonObject:
+    """Return a request with its effort as a variable of the template, as vLLM's `/tokenize` reads it."""
+    if "reasoning_effort" not in body:
+        return body
+    kept = {name: value for name, value in body.items() if name != "reasoning_effort"}
+    variables = {"reasoning_effort": body["reasoning_effort"]} | body.get("chat_template_kwargs", {})
+    return kept | {"chat_template_kwargs": variables}
+
+
 def _variables(template: str) -> frozenset[str]:
     """Return the names of `VARIABLES` that a template reads; none if it is not a valid template."""
     environment = ImmutableSandboxedEnvironment(extensions=["jinja2.ext.loopcontrols"])

@@ -89,6 +89,10 @@ Event = JsonObject
 """Data of a server-sent event. Its `type`, if it has one, becomes the name of the event."""
 
 
+TOKENIZE = "/tokenize"
+"""Route of engines that counts the tokens of a prompt."""
+
+
 class AnswerStream(ABC):
     """Writer of a streamed answer: chunks of a chat completion in, events of the dialect out.
 

@@ -10,7 +10,7 @@ from raylight.engines.capture_context import AttemptScope
 from raylight.http.errors import CONTEXT_LENGTH, KINDS, RequestError, anthropic_message
 from raylight.semconv import MESSAGES_SPAN
 from raylight.serving.dialects.answers import Block, BlockReader, Step, Turn, read_turn
-from raylight.serving.dialects.dialect import AnswerStream, Dialect, Event, Translation
+from raylight.serving.dialects.dialect import TOKENIZE, AnswerStream, Dialect, Event, Translation
 from raylight.serving.dialects.messages_request import (
     CountTokensRequest,
     MessagesRequest,
@@ -91,7 +91,7 @@ class MessagesTranslation(Translation):
 class TokenCount(Translation):
     """A request to `/v1/messages/count_tokens`."""
 
-    engine_path = "/tokenize"
+    engine_path = TOKENIZE
 
     def write_answer(self, answer: JsonObject) -> JsonObject:
         if not isinstance(answer.get("count"), int):

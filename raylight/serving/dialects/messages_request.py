@@ -37,6 +37,7 @@ CHAT_FIELDS = {
     "thinking_token_budget": "thinking.budget_tokens",
     "chat_template_kwargs": "thinking",
     "chat_template_kwargs.enable_thinking": "thinking",
+    "chat_template_kwargs.reasoning_effort": "output_config.effort",
     "response_format": "output_config.format",
     "response_format.json_schema": "output_config.format",
     "parallel_tool_calls": "tool_choice.disable_parallel_tool_use",
@@ -319,6 +320,9 @@ class CountTokensRequest(RequestModel):
         Annotated[AnyToolChoice | NamedToolChoice | NoToolChoice, Field(discriminator="type")] | None
     ) = None
     thinking: Annotated[EnabledThinking | OtherThinking, Field(discriminator="type")] | None = None
+    output_config: OutputConfig = OutputConfig()
+    output_format: JsonFormat | None = None
+    """`output_config.format` under the name that it had before."""
     cache_control: object = None
     context_management: object = None
 
@@ -329,6 +333,8 @@ class CountTokensRequest(RequestModel):
             chat["tools"] = [as_function(tool) for tool in tools.values()]
         if self.thinking:
             chat["chat_template_kwargs"] = {"enable_thinking": self.thinking.type != "disabled"}
+        if self.output_config.effort:
+            chat["reasoning_effort"] = self.output_config.effort
         return chat
 
     def field_names(self) -> FieldNames:
@@ -374,9 +380,6 @@ class MessagesRequest(CountTokensRequest):
     top_k: int | None = None
     stop_sequences: list[str] = Field(default=[])
     stream: bool = False
-    output_config: OutputConfig = OutputConfig()
-    output_format: JsonFormat | None = None
-    """`output_config.format` under the name that it had before."""
 
     def field_names(self) -> FieldNames:
         if self.output_config.format or not self.output_format:
@@ -403,7 +406,6 @@ class MessagesRequest(CountTokensRequest):
             "top_p": self.top_p,
             "top_k": self.top_k,
             "stop": self.stop_sequences or None,
-            "reasoning_effort": self.output_config.effort,
         }
         chat |= {name: value for name, value in settings.items() if value is not None}
         if self.thinking and self.thinking.type != "disabled" and self.thinking.budget_tokens:

@@ -29,8 +29,9 @@ from raylight.serving.dialects.chat_normalizer import (
     ChatNormalizer,
     check_large_schemas,
     check_response_format,
+    effort_as_variable,
 )
-from raylight.serving.dialects.dialect import Dialect, Event, Translation
+from raylight.serving.dialects.dialect import TOKENIZE, Dialect, Event, Translation
 from raylight.serving.dialects.registry import ChatDialect, CompletionsDialect, dialect_of
 from raylight.serving.dialects.request_images import IMAGES_KEY, ImageReader, Images
 from raylight.serving.dialects.tool_images import ToolImages
@@ -106,7 +107,7 @@ DIALECT_KEY = "raylight.dialect"
 ANSWER_ID = b"x-raylight-answer-id"
 """Header of a stream that is started before its first event: the id of the answer, without a prefix."""
 
-NATIVE_PATHS = (ChatDialect.path, CompletionsDialect.path, "/tokenize", "/detokenize")
+NATIVE_PATHS = (ChatDialect.path, CompletionsDialect.path, TOKENIZE, "/detokenize")
 """Routes that the engine serves itself, and whose requests are checked."""
 
 Headers = list[tuple[bytes, bytes]]
@@ -213,7 +214,8 @@ class TranslationMiddleware:
             if sources is not None:
                 request = request | {"messages": messages}
                 translation.field_names = names = names.behind(sources)
-            return self._normalizer.normalize(request, names.of), images
+            chat = self._normalizer.normalize(request, names.of)
+            return effort_as_variable(chat) if translation.engine_path == TOKENIZE else chat, images
         except RequestError as error:
             raise names.rename(error) from None
 

@@ -317,6 +317,23 @@ async def test_counting_tokens() -> None:
     assert fake.asked[0]["tools"][0]["function"]["name"] == "weather"
 
 
+async def test_the_effort_of_reasoning_is_counted() -> None:
+    """Engines read it as a variable of the template in `/tokenize`."""
+    fake, app = translated()
+    given = {"output_config": {"effort": "low", "format": {"type": "json_schema", "schema": WEATHER}}}
+    beta = {"output_format": {"type": "json_schema", "schema": WEATHER}, "thinking": {"type": "adaptive"}}
+    for fields in (given, given | beta):
+        counted = await anthropic_client(app).messages.count_tokens(
+            model="policy", messages=ASK["messages"], extra_body=fields
+        )
+        assert counted.input_tokens == 5
+    thinking = {"enable_thinking": True}
+    assert fake.asked == [
+        {"model": "policy", "messages": ASK["messages"], "chat_template_kwargs": variables}
+        for variables in ({"reasoning_effort": "low"}, {"reasoning_effort": "low"} | thinking)
+    ]
+
+
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
