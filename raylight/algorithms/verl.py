@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import PurePath
 from typing import ClassVar, Self
 
+import numpy as np
 from omegaconf import OmegaConf
 from pydantic import PrivateAttr
 
@@ -79,13 +80,25 @@ class VERL(PolicyAlgorithm):
         copy._config = {**self.arguments()["config"], "trainer.total_epochs": n_epochs}
         return copy
 
+    def steps(self, n_train: int) -> int:
+        """Return the number of steps, as verl: `total_training_steps`, or fewer if `total_epochs` passes end
+        before. 0 tasks are of an unknown number, and have no passes."""
+        if self.n_steps is None or not n_train:
+            return super().steps(n_train)
+        return min(self.n_steps, -(-n_train * self.n_epochs // self.tasks_per_step))
+
+    def repeated_tasks(self, n_train: int) -> int:
+        return max(self.steps(n_train) * self.tasks_per_step - n_train * self.n_epochs, 0) if n_train else 0
+
 
 def _to_plain(value: object) -> object:
-    """Return a configuration as YAML values, with paths as text."""
+    """Return a configuration as YAML values: Python's own types, with paths as text."""
     if OmegaConf.is_config(value):
         value = OmegaConf.to_container(value, resolve=True)
     if isinstance(value, Mapping):
         return {key: _to_plain(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
         return [_to_plain(item) for item in value]
+    if isinstance(value, np.generic):
+        return value.item()
     return str(value) if isinstance(value, PurePath) else value

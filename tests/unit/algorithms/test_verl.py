@@ -396,6 +396,35 @@ def test_its_arguments_are_yaml_values() -> None:
     assert VERL(**arguments).model_dump() == VERL(MATH).model_dump()
 
 
+def test_numbers_of_numpy_are_written_as_pythons() -> None:
+    config = BASE | {
+        "actor_rollout_ref": {"actor": {"optim": {"lr": np.float64(1e-5)}}},
+        "data.seed": np.int64(3),
+    }
+    written = yaml.safe_load(yaml.safe_dump(VERL(config).arguments()))
+    assert VERL(**written).model_dump() == VERL(config).model_dump()
+    assert VERL(**written).lr == 1e-5
+
+
+@pytest.mark.parametrize(
+    ("length", "n_train", "steps", "repeated"),
+    [
+        ({"total_training_steps": 500, "total_epochs": 2}, 32, 8, 0),
+        ({"total_training_steps": 500, "total_epochs": 2}, 30, 8, 4),
+        ({"total_training_steps": 500}, 32, 120, 0),  # 30 epochs by default
+        ({"total_training_steps": 5, "total_epochs": 2}, 30, 5, 0),
+        ({"total_training_steps": 5}, 0, 5, 0),  # their number is not known
+        ({"total_epochs": 2}, 30, 8, 4),
+    ],
+)
+def test_a_run_ends_by_steps_or_epochs_whichever_is_earlier(
+    length: dict[str, int], n_train: int, steps: int, repeated: int
+) -> None:
+    batch = {"data.train_batch_size": 8, "actor_rollout_ref.actor.ppo_mini_batch_size": 8}
+    algorithm = VERL(BASE | batch | {f"trainer.{name}": value for name, value in length.items()})
+    assert (algorithm.steps(n_train), algorithm.repeated_tasks(n_train)) == (steps, repeated)
+
+
 def test_remax_has_its_greedy_rollouts() -> None:
     assert VERL(BASE | {"algorithm.adv_estimator": "remax"}).needs_greedy_rollouts
     assert not VERL(BASE).needs_greedy_rollouts
