@@ -523,8 +523,8 @@ class ReplicaCoordinator:
         pending = self._pending = PendingOrder(
             order,
             self._quorum,
-            issued=self._now(),
-            deadline=started + order.timeout,
+            issued=(issued := self._now()),
+            deadline=issued + order.timeout,
             before=before,
             last_version=self._versions.used,
             probe_number=self._next_number(),

@@ -222,6 +222,10 @@ class CoordinatorMachine(RuleBasedStateMachine):
 
     @invariant()
     def no_order_outlives_its_time(self) -> None:
+        """It waits for its turn for so long at most, and for the replicas as long from its turn on."""
+        pending, waiting = self.coordinator._pending, [g for g in self.givings if not g.task.done()]
+        if pending is not None and waiting:
+            waiting[0].deadline = pending.issued + pending.order.timeout
         assert not [
             giving for giving in self.givings if self.loop.now > giving.deadline and not giving.task.done()
         ]

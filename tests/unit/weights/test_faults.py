@@ -404,3 +404,18 @@ def test_orders_end_well_whatever_dies_or_freezes(
         except WeightSyncError as error:  # all others were away
             if len(faults) == 1 or "the device is lost" not in str(error):
                 raise
+
+
+def test_an_order_that_waited_for_its_turn_has_its_whole_time() -> None:
+    async def probe_twice() -> None:
+        cluster = Cluster(2)
+        await cluster.coordinator.wait_for_replicas(2)
+        slow, other = names = list(cluster.replicas)
+        cluster.replicas[slow].engine.seconds = 0.6 * TIMEOUT_S
+        probes = [cluster.client.probe([1, 2], TIMEOUT_S) for _ in range(2)]
+        assert await asyncio.gather(*probes) == [{slow: [0.0], other: [0.0]}] * 2
+        assert list(cluster.replicas) == names  # none was killed for the time that the order had waited
+        await cancel_all([*cluster.tasks, *(task for r in cluster.replicas.values() for task in r.tasks)])
+
+    with asyncio.Runner(loop_factory=VirtualLoop) as runner:
+        runner.run(probe_twice())
