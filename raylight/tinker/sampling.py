@@ -182,11 +182,13 @@ class ServedAdapter:
         name: model name under which the engines serve it.
         users: requests that sample from it.
         loading: done when all engines have it.
+        dropped: its last user takes it from the engines.
     """
 
     name: str
     users: int
     loading: asyncio.Future[None]
+    dropped: bool = False
 
 
 class Samplers:
@@ -270,10 +272,11 @@ class Samplers:
         return [None, *next(iter(found.values()))]
 
     async def drop(self, path: str) -> None:
-        """Take an adapter from the engines. Requests in flight go on with it; unknown ones are ignored."""
+        """Take an adapter from the engines once no request uses it; unknown ones are ignored."""
         if (served := self._served.pop(path, None)) is not None:
             self._changed.notify_all()
-            await self._client.release(served.name, self._timeout_s)
+            served.dropped = True
+            await self._release_dropped(served)
 
     async def close(self) -> None:
         await self._http.aclose()
@@ -295,6 +298,11 @@ class Samplers:
         finally:
             served.users -= 1
             self._changed.notify_all()
+            await self._release_dropped(served)
+
+    async def _release_dropped(self, served: ServedAdapter) -> None:
+        if served.dropped and not served.users:
+            await self._client.release(served.name, self._timeout_s)
 
     async def _make_room(self, path: str) -> ServedAdapter:
         """Begin to load an adapter, in the place of an unused one if there are too many."""

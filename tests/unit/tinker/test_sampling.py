@@ -1,0 +1,55 @@
+"""Clients that sample: probes, and adapters on the engines."""
+
+import asyncio
+from typing import Any, cast
+
+import pytest
+from unit_helpers import until, within
+
+pytest.importorskip("tinker.proto", reason="pip install 'raylight[tinker]'")
+from raylight.tinker.sampling import Samplers
+
+PATH = "tinker://model/sampler_weights/a"
+
+
+class Engines:
+    """A stand-in for the coordinator of the engines. `gate` blocks its orders."""
+
+    def __init__(self) -> None:
+        self.adapters: set[str] = set()
+        self.gate = asyncio.Event()
+
+    async def pin(self, name: str, version: int, payload_ref: list[Any], timeout: float) -> None:
+        await self.gate.wait()
+        self.adapters.add(name)
+
+    async def release(self, name: str, timeout: float) -> None:
+        self.adapters.discard(name)
+
+    async def probe(self, ids: list[int], timeout: float, adapter: str | None) -> dict[str, list[float]]:
+        assert adapter is None or adapter in self.adapters
+        await asyncio.sleep(0)
+        return {"replica": [-float(i) for i in ids[1:]]}
+
+
+def samplers_of(engines: Engines) -> Samplers:
+    async def fetch(path: str) -> Any:
+        return [path]
+
+    return Samplers("http://engines", "key", "base", cast(Any, engines), fetch, limit=8, timeout_s=5.0)
+
+
+async def test_an_adapter_that_is_dropped_while_it_is_loaded_leaves_the_engines_with_its_last_user() -> None:
+    engines = Engines()
+    samplers = samplers_of(engines)
+    async with within():
+        probes = [asyncio.create_task(samplers.prompt_logprobs(PATH, [1, 2])) for _ in range(3)]
+        await until(lambda: PATH in samplers._served)
+        await samplers.drop(PATH)  # others have its name
+        newer = asyncio.create_task(samplers.prompt_logprobs(PATH, [1, 2]))
+        await until(lambda: PATH in samplers._served)
+        engines.gate.set()
+        assert await asyncio.gather(*probes, newer) == [[None, -2.0]] * 4
+        assert engines.adapters == {samplers._served[PATH].name}
+        await samplers.drop(PATH)
+        assert engines.adapters == set()
