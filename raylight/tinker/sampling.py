@@ -218,6 +218,7 @@ class Samplers:
         self._served: dict[str, ServedAdapter] = {}  # ordered: the longest unused first
         self._numbers = itertools.count(1)
         self._changed = BroadcastCondition()
+        self._probing = asyncio.Lock()  # an order waits behind one probe, and not behind those of all clients
         self._http = httpx2.AsyncClient(
             base_url=url,
             headers={"authorization": f"Bearer {key}"},
@@ -266,7 +267,7 @@ class Samplers:
         """Return the log-probs of a prompt's tokens, None for the first."""
         if len(prompt) < 2:
             return [None] * len(prompt)
-        async with self._adapter(path) as model:
+        async with self._adapter(path) as model, self._probing:
             adapter = None if path is None else model
             found = await self._client.probe(prompt, PROBE_TIMEOUT_S, adapter)
         return [None, *next(iter(found.values()))]

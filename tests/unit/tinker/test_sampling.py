@@ -17,6 +17,7 @@ class Engines:
 
     def __init__(self) -> None:
         self.adapters: set[str] = set()
+        self.probing = 0
         self.gate = asyncio.Event()
 
     async def pin(self, name: str, version: int, payload_ref: list[Any], timeout: float) -> None:
@@ -27,8 +28,11 @@ class Engines:
         self.adapters.discard(name)
 
     async def probe(self, ids: list[int], timeout: float, adapter: str | None) -> dict[str, list[float]]:
+        self.probing += 1
+        assert self.probing == 1, "an order waits behind more than one probe"
         assert adapter is None or adapter in self.adapters
         await asyncio.sleep(0)
+        self.probing -= 1
         return {"replica": [-float(i) for i in ids[1:]]}
 
 
@@ -37,6 +41,13 @@ def samplers_of(engines: Engines) -> Samplers:
         return [path]
 
     return Samplers("http://engines", "key", "base", cast(Any, engines), fetch, limit=8, timeout_s=5.0)
+
+
+async def test_many_prompts_are_probed_one_after_another() -> None:
+    samplers = samplers_of(Engines())
+    async with within():
+        probes = [samplers.prompt_logprobs(None, [1, 2, i]) for i in range(24)]
+        assert await asyncio.gather(*probes) == [[None, -2.0, -i] for i in range(24)]
 
 
 async def test_an_adapter_that_is_dropped_while_it_is_loaded_leaves_the_engines_with_its_last_user() -> None:
