@@ -39,6 +39,7 @@ from raylight._utils.aio import pause
 from raylight._utils.no_proxy import LOOPBACK
 from raylight._utils.plain_json import plain
 from raylight.errors import ConfigError, ImageError, QueryError, RaylightError, UnknownIdError
+from raylight.experience.trajectories.row_rules import algorithm_settings
 from raylight.http.request import is_own_host
 from raylight.http.slow_clients import ImpatientProtocol
 from raylight.http.sse import sse_bytes
@@ -303,7 +304,8 @@ class Ui:
         run, query = self.run(request), request.query_params
         rows, number, row = await self._row(request)
         offset, limit = _integer(query, "offset", 0, 0, 2**31), _integer(query, "limit", 4_096, 1, 2**31)
-        folders = (str(run.folder.section("algorithm").get("model")), str(run.folder.path / "checkpoint"))
+        model = algorithm_settings(run.folder.config()).get("model")
+        folders = (str(model), str(run.folder.path / "checkpoint"))
         tokenizer = await asyncio.to_thread(token_view.find_tokenizer, folders)
         columns = await asyncio.to_thread(token_view.page, row, offset, limit, tokenizer)
         return {"row": number, "rows": len(rows), "total": len(row.ids), "offset": offset, "columns": columns}

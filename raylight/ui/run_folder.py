@@ -29,7 +29,7 @@ from raylight._utils.files import read_bounded
 from raylight.advisories import Advisor
 from raylight.errors import ConfigError, StoreError
 from raylight.experience.batches.token_records import TokenRecords
-from raylight.experience.trajectories.row_rules import RowRules
+from raylight.experience.trajectories.row_rules import RowRules, algorithm_settings
 from raylight.experience.trajectories.staleness import StaleMask
 from raylight.store.reading import StoreReader
 from raylight.store.service import StoreService
@@ -224,7 +224,7 @@ class RunFolder:
         self.metrics.refresh()
         config, rows, summary = self.config(), self.metrics.rows, self.summary() or {}
         here = Path.cwd()
-        algorithm, run = self.section("algorithm"), self.section("run")
+        algorithm, run = algorithm_settings(config), self.section("run")
         evaluation = self.evaluation()
         kind = "evaluation" if evaluation is not None or (self.path / "eval.db").exists() else None
         started = _modified(self.path / "config.yaml")
@@ -412,7 +412,7 @@ class ShownRun:
 
     def stale_mask(self, step: int | None) -> StaleMask | None:
         """Return the mask of the tokens that were too old for a step; None for no such limit."""
-        limit = self.folder.section("algorithm").get("max_staleness")
+        limit = algorithm_settings(self.folder.config()).get("max_staleness")
         version = None if step is None else self.folder.metrics.versions().get(step)
         return StaleMask(version, limit) if version is not None and isinstance(limit, int) and limit else None
 

@@ -18,6 +18,19 @@ from raylight.traces.trained_agents import filter_generations, split_auxiliary
 from raylight.types import FinishedRollout, Generation, Trajectory
 
 
+def _section(config: Mapping[str, object], name: str) -> Mapping[str, object]:
+    section = config.get(name)
+    return section if isinstance(section, Mapping) else {}
+
+
+def algorithm_settings(config: Mapping[str, object]) -> Mapping[str, object]:
+    """Return the settings of the algorithm in the content of a run's `config.yaml`; empty where it has none.
+
+    VERL's description is verl's configuration; the settings that it resolves to are among the run's facts.
+    """
+    return _section(_section(config, "run"), "algorithm") or _section(config, "algorithm")
+
+
 @dataclass(frozen=True)
 class RowRules:
     """Rules that choose the calls and the rows of a rollout that are trained.
@@ -41,9 +54,7 @@ class RowRules:
     @classmethod
     def from_config(cls, config: Mapping[str, object]) -> RowRules:
         """Return the rules in the content of a run's `config.yaml`; the defaults where it has none."""
-        sections = (config.get("algorithm"), config.get("run"))
-        algorithm, run = (section if isinstance(section, Mapping) else {} for section in sections)
-        agents = run.get("trained_agents")
+        algorithm, agents = algorithm_settings(config), _section(config, "run").get("trained_agents")
         return RowRules(
             agents if isinstance(agents, str) else None,
             algorithm.get("train_auxiliary_calls") is True,

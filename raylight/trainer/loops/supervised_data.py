@@ -22,7 +22,7 @@ from raylight.experience.batches.supervised_batches import (
 )
 from raylight.experience.settings.supervised_settings import PairSettings
 from raylight.experience.trajectories.rollout_selection import RolloutSelection
-from raylight.experience.trajectories.row_rules import RowRules, learned_rows
+from raylight.experience.trajectories.row_rules import RowRules, algorithm_settings, learned_rows
 from raylight.rewards.group import GroupRollout
 from raylight.rewards.scoring_model import RewardModelInput
 from raylight.trainer.output.run_records import read_config
@@ -226,8 +226,7 @@ class _ExampleReader:
         """
         from transformers import AutoTokenizer
 
-        algorithm = config.get("algorithm")
-        sampled_by = algorithm.get("model") if isinstance(algorithm, Mapping) else None
+        sampled_by = algorithm_settings(config).get("model")
         if not isinstance(sampled_by, str) or not Path(sampled_by).is_dir():
             missing = f"the model {sampled_by} is not there" if sampled_by else "config.yaml names no model"
             self.notes.append(

@@ -72,6 +72,7 @@ class ServedTrainingRun(TrainingRun[TrainedSettings, PolicyComponents]):
             algorithm |= {"model": settings.serving.model_path}
         content = run_config(settings, given, algorithm, self.inputs)
         if is_verl:
+            content["run"]["algorithm"] = settings.training.resolved(settings.serving.model_path)["algorithm"]
             # VERL derives the rest from its configuration again, and rejects other values next to it
             for name in ("engine", "learner", "checkpoint"):
                 content[name] = getattr(given.settings, name).model_dump(mode="json", exclude_unset=True)

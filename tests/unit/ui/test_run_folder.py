@@ -6,12 +6,14 @@ import os
 from pathlib import Path
 
 import pytest
+import yaml
 from recorded_run import SECRET, record_run, write_metrics
 
 from raylight._utils.bounds import ENDLESS
 from raylight.errors import ConfigError
+from raylight.experience.trajectories.staleness import StaleMask
 from raylight.ui import run_folder
-from raylight.ui.run_folder import MetricTable, RunFolder, find_runs, name_runs
+from raylight.ui.run_folder import MetricTable, RunFolder, ShownRun, find_runs, name_runs
 
 
 async def test_card_and_details(tmp_path: Path) -> None:
@@ -25,6 +27,22 @@ async def test_card_and_details(tmp_path: Path) -> None:
     assert details["tokens"] == {"generated": 20}
     assert details["settings"]["algorithm.lr"] == 0.1
     assert SECRET not in json.dumps(details)
+
+
+async def test_settings_of_verl_are_those_that_its_configuration_resolves_to(tmp_path: Path) -> None:
+    recorded = await record_run(tmp_path / "run")
+    content = yaml.safe_load((recorded.folder / "config.yaml").read_text())
+    content["run"]["algorithm"] = content["algorithm"] | {"name": "VERL", "max_staleness": 2}
+    content["algorithm"] = {
+        "name": "VERL",
+        "config": {"algorithm": {"adv_estimator": "grpo"}},
+        "strict": True,
+    }
+    (recorded.folder / "config.yaml").write_text(yaml.safe_dump(content))
+    folder = RunFolder(recorded.folder, "run")
+    card = folder.card()
+    assert (card["algorithm"], card["model"]) == ("VERL", str(recorded.folder / "model"))
+    assert ShownRun(folder).stale_mask(2) == StaleMask(1, 2)
 
 
 @pytest.mark.parametrize("locks", [run_folder.LOCKS, Path("/no/proc/locks")], ids=["Linux", "other systems"])

@@ -83,6 +83,13 @@ def test_a_call_that_was_sampled_off_policy_is_masked() -> None:
             },
             RowRules("solver", True, "longest"),
         ),
+        (
+            {
+                "algorithm": {"name": "VERL", "config": {"trajectory_selection": "all"}},
+                "run": {"algorithm": {"name": "VERL", "trajectory_selection": "longest"}},
+            },
+            RowRules(trajectory_selection="longest"),
+        ),
     ],
 )
 def test_the_rules_are_in_the_configuration(content: dict[str, object], expected: RowRules) -> None:

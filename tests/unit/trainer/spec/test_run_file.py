@@ -16,6 +16,7 @@ import raylight as rl
 from raylight.cli import app
 from raylight.components import IN_CODE, dotted_name
 from raylight.errors import ConfigError, DatasetError
+from raylight.experience.trajectories.row_rules import algorithm_settings
 from raylight.quickstart import STARTER_MODEL
 from raylight.quickstart.additions import additions
 from raylight.quickstart.agent import adder
@@ -187,6 +188,9 @@ def test_a_verl_run_on_several_ranks_can_be_written_and_read(tmp_path: Path, wri
     agent, tasks = "raylight.quickstart.agent:adder", read_tasks_of(tmp_path)
     trainer = rl.Trainer(algorithm=rl.VERL(config, strict=False), engine={"max_body_bytes": 9_000_000})
     written = config_of(trainer, agent, tasks, None, tmp_path)
+    shown = algorithm_settings(written)
+    assert (shown["name"], shown["group_size"], shown["tasks_per_step"]) == ("VERL", 4, 16)
+    assert Path(str(shown["model"])).is_dir()
     again = rl.Trainer(**load_run_file(write(written)).trainer_arguments())
     assert again.run_settings == trainer.run_settings
     assert (again.run_settings.engine.replicas, again.seed, again.learner.n) == (2, 3, 2)
