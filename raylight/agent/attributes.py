@@ -50,30 +50,42 @@ def _is_leaf_list(nested: object) -> bool:
 
 def to_builtin(value: object) -> object:
     """Convert a primitive of a subclass, of numpy or of torch to the builtin type; keep other values."""
-    if isinstance(value, bool):
+    try:
+        if isinstance(value, bool):
+            return value
+        if isinstance(value, str):
+            return str.__str__(value)
+        if isinstance(value, Integral):
+            return int(value)
+        if isinstance(value, Real):
+            return float(value)
+        if getattr(value, "ndim", None) == 0 and hasattr(value, "item"):
+            return value.item()
         return value
-    if isinstance(value, str):
-        return str.__str__(value)
-    if isinstance(value, Integral):
-        return int(value)
-    if isinstance(value, Real):
-        return float(value)
-    if getattr(value, "ndim", None) == 0 and hasattr(value, "item"):
-        return value.item()
-    return value
+    except Exception:  # attributes of a proxy may raise anything
+        return value
 
 
 def encode_value(value: object) -> object:
-    """Convert a value for a span; values that are not primitive become JSON text. Never raises."""
-    value = to_builtin(value)
-    if isinstance(value, str | bool | int | float):
-        return value
-    if isinstance(value, list | tuple) and (not value or _is_leaf_list(value)):
-        return [to_builtin(item) for item in value]
+    """Convert a value for a span; values that are not primitive become JSON text. Never raises.
+
+    A value that cannot be read, such as an integer with more digits than Python prints, becomes its type.
+    """
     try:
-        return json.dumps(value, default=str)
+        leaf = to_builtin(value)
+        if isinstance(leaf, list | tuple) and (not leaf or _is_leaf_list(leaf)):
+            leaf = [to_builtin(item) for item in leaf]
+        elif not isinstance(leaf, str | bool | int | float):
+            return json.dumps(leaf, default=str)
+        if not isinstance(leaf, str):
+            repr(leaf)  # raises for an integer with too many digits
+        return leaf
     except Exception:  # recording must not fail the agent, and __str__ of its objects may raise anything
-        return f"<{type(value).__module__}.{type(value).__qualname__}>"
+        return _type_name(value)
+
+
+def _type_name(value: object) -> str:
+    return f"<{type(value).__module__}.{type(value).__qualname__}>"
 
 
 def as_attributes(nested: Mapping[str, object] | None) -> Attributes:
@@ -98,12 +110,14 @@ def strict_attributes(annotation: Mapping[str, object]) -> Attributes:
     attributes = as_attributes(annotation)
     for key, value in flatten(annotation).items():
         leaf = to_builtin(value)
-        if not isinstance(leaf, str | bool | int | float | list | tuple | Mapping) or (
-            isinstance(leaf, Mapping) and leaf
+        if (
+            not isinstance(leaf, str | bool | int | float | list | tuple | Mapping)
+            or (isinstance(leaf, Mapping) and leaf)
+            or attributes[key] == _type_name(value)
         ):
             raise EmitError(
-                f"annotation {key!r} is {value!r:.80} of type {type(value).__name__}; give a str, bool, int "
-                "or float, or dicts and lists of these (emit_object takes other objects)"
+                f"annotation {key!r} is {attributes[key]!s:.80} of type {type(value).__name__}; give a str, "
+                "bool, int or float, or dicts and lists of these (emit_object takes other objects)"
             )
     return attributes
 

@@ -173,16 +173,16 @@ def emit_exception(
 
 
 def _encode_object(value: object) -> Attributes:
-    if isinstance(value, bytes):
-        return {OBJECT_TYPE: "bytes", OBJECT_LITERAL: base64.b64encode(value).decode()}
-    primitive = to_builtin(value)
-    if isinstance(primitive, str | bool | int | float):
-        return {OBJECT_TYPE: type(primitive).__name__, OBJECT_LITERAL: str(primitive)}
     kind = type(value)
     name = kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
     try:
+        if isinstance(value, bytes):
+            return {OBJECT_TYPE: "bytes", OBJECT_LITERAL: base64.b64encode(value).decode()}
+        primitive = to_builtin(value)
+        if isinstance(primitive, str | bool | int | float):
+            return {OBJECT_TYPE: type(primitive).__name__, OBJECT_LITERAL: str(primitive)}
         text = json.dumps(value.model_dump(mode="json") if hasattr(value, "model_dump") else value)
-    except (TypeError, ValueError, RecursionError) as error:
+    except Exception as error:  # attributes of a proxy, and a model's serializers, may raise anything
         raise EmitError(
             f"emit_object cannot convert an object of type {name} to JSON: {error}; convert it to dicts and "
             f"lists first"

@@ -68,7 +68,7 @@ def as_reward(value: object, name: str = PRIMARY) -> float:
     except OverflowError:
         number = math.inf
     if not math.isfinite(number):
-        raise RewardError(f"the reward {name!r} is {value!s:.40}; a reward must be a finite float")
+        raise RewardError(f"the reward {name!r} is {number}; a reward must be a finite float")
     if abs(number) > MAX_REWARD:
         raise RewardError(
             f"the reward {name!r} is {number:g}, and its magnitude must be at most {MAX_REWARD:g}; scale it, "

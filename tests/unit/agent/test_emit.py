@@ -6,6 +6,7 @@ import math
 import subprocess
 import sys
 import threading
+import weakref
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextvars import copy_context
@@ -270,9 +271,17 @@ def test_objects_tell_their_type() -> None:
 def test_an_object_that_json_cannot_hold_is_refused() -> None:
     endless: list[Any] = []
     endless.append(endless)
-    for value in ({1, 2}, object(), endless):
+    for value in ({1, 2}, object(), endless, 10**5000, weakref.proxy(set())):
         with pytest.raises(EmitError, match=type(value).__name__):
             emit_object(value)
+
+
+def test_a_number_with_more_digits_than_python_prints_is_refused() -> None:
+    for value in (10**5000, [10**5000, 1]):
+        with pytest.raises(EmitError, match="annotation 'a' is <builtins"):
+            emit_annotation({"a": value})
+    with pytest.raises(RewardError, match="must be a finite float"):
+        emit_reward(10**5000)
 
 
 @pytest.mark.parametrize(

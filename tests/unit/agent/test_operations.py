@@ -3,7 +3,9 @@
 import asyncio
 import gc
 import inspect
+import json
 import threading
+import weakref
 from collections.abc import Iterator
 from contextvars import copy_context
 from typing import Any
@@ -151,6 +153,33 @@ def test_whatever_goes_in_the_agent_does_not_fail(trace: AttemptTrace) -> None:
     attributes = only(trace).attributes
     assert attributes[f"{IN}.d"] == '"range(0, 3)"'
     assert "x" in attributes[f"{IN}.c"]
+
+
+class Unbound:
+    """An object whose attributes cannot be read, as werkzeug's proxies outside of their context."""
+
+    def __getattr__(self, name: str) -> Any:
+        raise RuntimeError("not bound")
+
+
+@pytest.mark.parametrize(
+    ("odd", "recorded"),
+    [
+        (Unbound(), "Unbound"),
+        ([Unbound(), 1], "1"),
+        (weakref.proxy(Unbound()), "<weakref.ProxyType>"),
+        (10**5000, "<builtins.int>"),
+        ([10**5000, 1], "<builtins.list>"),
+    ],
+    ids=["unbound", "within a list", "dead", "large", "large within a list"],
+)
+def test_values_that_cannot_be_read_do_not_fail_the_agent(
+    trace: AttemptTrace, odd: Any, recorded: str
+) -> None:
+    assert operation(lambda value: value)(odd) is odd
+    attributes = only(trace).attributes
+    assert any(recorded in json.dumps(value) for name, value in attributes.items() if name.startswith(IN))
+    assert any(recorded in json.dumps(value) for name, value in attributes.items() if name.startswith(OUT))
 
 
 def test_a_big_argument_is_one_attribute(trace: AttemptTrace) -> None:
