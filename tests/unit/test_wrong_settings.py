@@ -13,10 +13,10 @@ from typing import Any, Literal, get_args, get_origin
 import numpy as np
 import pytest
 from annotated_types import Ge, Gt, Le, Lt
+from command_runner import CliRunner
 from openai import AsyncOpenAI
 from pydantic import BaseModel
 from syntax_trees import parsed
-from typer.testing import CliRunner
 
 import raylight
 import raylight.algorithms.minigrpo  # defines settings, as do the next two

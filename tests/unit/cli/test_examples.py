@@ -6,8 +6,8 @@ import sys
 from pathlib import Path
 
 import pytest
+from command_runner import CliRunner
 from example_modules import run_copy
-from typer.testing import CliRunner
 
 from raylight.cli import app
 from raylight.cli import examples as cli_examples

@@ -10,9 +10,9 @@ import socket
 import sys
 
 import pytest
+from command_runner import CliRunner
 from programs import run_python
 from rich.console import Console
-from typer.testing import CliRunner
 
 from raylight import __version__, cli
 from raylight.doctor import facts, report

@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from typer.testing import CliRunner
+from command_runner import CliRunner
 
 import raylight as rl
 from raylight.cli import app

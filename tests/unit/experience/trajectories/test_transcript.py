@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from typer.testing import CliRunner
+from command_runner import CliRunner
 from unit_helpers import make_finished, make_generation, make_key, make_rollout
 
 import raylight as rl

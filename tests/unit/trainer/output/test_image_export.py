@@ -5,9 +5,9 @@ import json
 from pathlib import Path
 
 import pytest
+from command_runner import CliRunner
 from image_helpers import make_image
 from recorded_run import record_image_run
-from typer.testing import CliRunner
 
 from raylight.cli import app
 from raylight.errors import ImageError

@@ -6,9 +6,9 @@ import shutil
 import sqlite3
 
 import pytest
+from command_runner import CliRunner
 from recorded_run import HOSTILE, record_call, record_run
 from store_helpers import Clock, open_box, reward_of
-from typer.testing import CliRunner
 
 import raylight as rl
 from raylight.cli import app

@@ -61,7 +61,7 @@ def test_a_cluster_of_its_own_cannot_be_joined() -> None:
 
 
 def test_the_commands_help(capsys: pytest.CaptureFixture[str]) -> None:
-    from typer.testing import CliRunner
+    from command_runner import CliRunner
 
     from raylight.cli import app
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import yaml
-from typer.testing import CliRunner
+from command_runner import CliRunner
 
 import raylight as rl
 from raylight.cli import app
