@@ -30,6 +30,7 @@ from raylight.trainer.cluster_fit.hardware import (
     count_parameters,
     fit_engine,
     is_open,
+    pack_gpus,
     share_cores,
 )
 from raylight.trainer.cluster_fit.policy_checks import engine_with_adapter
@@ -158,15 +159,16 @@ def fit_trainer(
     open_engine = is_open(serving.engine)
     trainer = config.learner_gpus
     if "learner_gpus" not in config.model_fields_set:
-        left = gpus - workers * (1 if open_engine else serving.engine.num_gpus)
+        least = serving.engine.model_copy(update={"num_gpus": 1}) if open_engine else serving.engine
+        left = gpus - len(pack_gpus(least))
         shares = open_engine and workers == 1 and gpus >= 1
         trainer = 1.0 if left >= 1 else SHARES[0] if shares else 0.0
     if open_engine and workers == 1 and 0 < gpus - trainer < 1:
         part = serving.engine.model_copy(update={"num_gpus": round(gpus - trainer, 2)})
         serving = replace(serving, engine=part)
-    choice = fit_engine(facts.hardware.without(trainer), serving, requested)
-    engine = facts.engine_on_nodes(requested, choice.engine)
     learner = LearnerConfig(num_gpus=trainer)
+    choice = fit_engine(facts.hardware.without(learner), serving, requested)
+    engine = facts.engine_on_nodes(requested, choice.engine)
     if "learner_cpus" in config.model_fields_set:
         learner = learner.model_copy(update={"num_cpus": config.learner_cpus})
     parameters = count_parameters(Path(serving.model_path)) or 0

@@ -92,11 +92,6 @@ def most_workers(config: EngineConfig) -> int:
     return (config.max_replicas or config.replicas) * workers_per_replica(config.args)
 
 
-def asked_gpus(config: EngineConfig) -> float:
-    """Return the GPUs of the workers of all replicas."""
-    return most_workers(config) * config.num_gpus
-
-
 def known_args() -> frozenset[str]:
     """Return all arguments of vLLM's engine and its OpenAI frontend.
 

@@ -3,6 +3,7 @@ and the plan of a run on a cluster that is not connected."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -10,7 +11,6 @@ from typing import TYPE_CHECKING
 from raylight.algorithms.policy import PolicyAlgorithm, RunSettings
 from raylight.config import EngineConfig, LearnerConfig, RunnerConfig, SessionConfig, StoreConfig
 from raylight.engines.registry import choose_engine, engine_traits, model_engines
-from raylight.engines.vllm.args import asked_gpus
 from raylight.errors import ConfigError
 from raylight.rewards.group import GroupReward
 from raylight.trainer.cluster_fit.cluster_shape import ClusterShape, this_machine
@@ -82,18 +82,21 @@ def fit_served(
         ConfigError: the engine does not fit on the GPUs, or a node cannot run it.
     """
     settings = replace(settings, reward_models=tuple(map(on_hardware, settings.reward_models)))
-    serving, notes = fit_fixed(settings.serving, requested, facts, _taken_gpus(settings))
+    serving, notes = fit_fixed(settings.serving, requested, facts, settings.scoring_models)
     return replace(settings, serving=serving), notes
 
 
 def fit_fixed(
-    serving: ServingSettings, requested: EngineConfig, facts: ClusterFacts, taken: float = 0
+    serving: ServingSettings,
+    requested: EngineConfig,
+    facts: ClusterFacts,
+    scoring: Sequence[ServingSettings] = (),
 ) -> tuple[ServingSettings, tuple[str, ...]]:
     """Return the settings of a model that nothing trains, for the cluster, and messages for the user.
 
     Args:
         requested: the user's settings of the engine, whose kind may be "auto".
-        taken: number of GPUs that other models take.
+        scoring: models that score for this one, which have their GPUs.
 
     Raises:
         ConfigError: as for `fit_served`.
@@ -103,7 +106,7 @@ def fit_fixed(
     if not requested.num_gpus and "num_gpus" in requested.model_fields_set:
         hardware = Hardware(0.0)  # nodes with GPUs need not answer
     else:
-        hardware = facts.hardware.without(taken)
+        hardware = facts.hardware.without(*(model.engine for model in scoring))
     choice = fit_engine(hardware, serving, requested)
     engine = facts.engine_on_nodes(requested, choice.engine)
     parameters = count_parameters(Path(serving.model_path)) or 0
@@ -157,7 +160,8 @@ def fit_hardware(
     """Return the settings with engine, learners and runners for the cluster's nodes, and messages for the
     user."""
     training, runner = settings.training, settings.runner
-    hardware, policy = facts.hardware.without(_taken_gpus(settings)), training.algorithm.policy_settings()
+    hardware = facts.hardware.without(*(model.engine for model in settings.scoring_models))
+    policy = training.algorithm.policy_settings()
     choice = fit_engine(hardware, settings.serving, requested, training.learner, policy)
     engine = choice.engine
     if engine.num_gpus:
@@ -243,11 +247,6 @@ def _planned_engine(engine: EngineConfig, cluster: ClusterShape) -> str:
     if cluster.gpus and not this_machine().gpus and engine.url is None:
         return "vllm"
     return choose_engine(engine.model_copy(update={"num_gpus": 1}) if cluster.gpus else engine)
-
-
-def _taken_gpus(settings: ServedSettings) -> float:
-    """Return the number of GPUs that teachers and reward models take."""
-    return sum(asked_gpus(model.engine) for model in settings.scoring_models)
 
 
 def _with_parts(settings: TrainedSettings, engine: EngineConfig, learner: LearnerConfig) -> TrainedSettings:

@@ -11,6 +11,8 @@ from raylight._utils.machine import total_memory
 from raylight.errors import ConfigError
 
 MIB, GIB = 2**20, 2**30
+ROUNDING = 1e-6
+"""Largest error of a sum of fractions of a GPU."""
 
 
 @dataclass(frozen=True)

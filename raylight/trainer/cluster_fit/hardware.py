@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 import importlib.metadata
 import json
 import math
@@ -20,7 +21,7 @@ from raylight.engines.vllm.args import most_workers
 from raylight.errors import ConfigError
 from raylight.experience.settings.policy_settings import PolicySettings
 from raylight.learner.model.packing import PACKED_VISION_MODELS, can_pack, keeps_state
-from raylight.trainer.cluster_fit.cluster_shape import ClusterShape, this_machine
+from raylight.trainer.cluster_fit.cluster_shape import ROUNDING, ClusterShape, this_machine
 from raylight.trainer.cluster_fit.engine_nodes import ask_nodes, check_image_scaling, engine_on_nodes
 from raylight.trainer.spec.settings import ServingSettings
 from raylight.types import JsonObject
@@ -57,9 +58,11 @@ class Hardware:
     cpus: int = 1
     """CPUs for each GPU, on the node with the fewest."""
 
-    def without(self, gpus: float) -> Hardware:
-        """Return the hardware that is left when so many GPUs are taken."""
-        return replace(self, gpus=max(self.gpus - gpus, 0))
+    def without(self, *parts: EngineConfig | LearnerConfig) -> Hardware:
+        """Return the hardware that other parts of a run leave: whole GPUs, or the largest rest of one."""
+        left = pack_gpus(*parts)
+        rest = max(left, default=0.0) if len(left) == self.gpus else 0.0
+        return replace(self, gpus=max(self.gpus - len(left), rest))
 
 
 @dataclass(frozen=True)
@@ -225,6 +228,19 @@ def _engine_alone(hardware: Hardware, engine: EngineConfig) -> tuple[EngineConfi
     return engine, [f"{note}; lower engine.replicas or engine.max_replicas, or set engine.num_gpus"]
 
 
+def pack_gpus(*parts: EngineConfig | LearnerConfig) -> list[float]:
+    """Return what engines and learners leave of each GPU that they take. Ray puts a share of a GPU where the
+    least is left."""
+    left: list[float] = []
+    for part in sorted(parts, key=lambda part: part.num_gpus, reverse=True):
+        processes = part.n if isinstance(part, LearnerConfig) else most_workers(part)
+        left[:0] = [0.0] * (processes * int(part.num_gpus))
+        for _ in range(processes if (share := part.num_gpus % 1) else 0):
+            index = bisect.bisect_left(left, share - ROUNDING)
+            bisect.insort(left, (left.pop(index) if index < len(left) else 1) - share)
+    return left
+
+
 def _assign_gpus(
     hardware: Hardware, engine: EngineConfig, learner: LearnerConfig, work: Workload
 ) -> tuple[EngineConfig, LearnerConfig, list[str]]:
@@ -233,11 +249,20 @@ def _assign_gpus(
     open_learner, open_engine = "num_gpus" not in learner.model_fields_set, is_open(engine)
     if not free or not (open_learner or open_engine):
         return engine, learner, []
+    rest = round(1 - (learner if open_engine else engine).num_gpus, 6)
+    shares = rest, rest
     if open_engine and open_learner:
-        if ranks + workers <= free:
-            return _with_defaults(engine, num_gpus=1), _with_defaults(learner, num_gpus=1), []
-        if max(ranks, workers) <= free and (ranks >= workers or ranks == 1):
-            return _share(hardware, engine, learner, work)
+        shares = SHARES if ranks >= workers else SHARES[::-1]
+    for on_rank, on_worker in ((1, 1), shares):
+        ours = _with_defaults(learner, num_gpus=on_rank)
+        theirs = _with_defaults(engine, num_gpus=on_worker) if open_engine else engine
+        # two of at most half a GPU each might get the same one
+        crowded = (ranks > 1 and 0 < ours.num_gpus <= 0.5) or (
+            open_engine and workers > ranks and on_worker <= 0.5
+        )
+        if on_rank > 0 and not crowded and len(pack_gpus(ours, theirs)) <= free:
+            return (theirs, ours, []) if on_rank == 1 else _share(hardware, theirs, ours, work)
+    if open_engine and open_learner:
         raise ConfigError(
             f"{ranks} learner(s) (learner.n) and {workers} engine worker(s) (engine.replicas x "
             f"engine.args.tensor_parallel_size) do not fit on {free:g} GPU(s), not even in pairs of one "
@@ -245,12 +270,8 @@ def _assign_gpus(
             "learner.num_gpus and engine.num_gpus"
         )
     if open_engine:
-        if workers <= free - ranks * learner.num_gpus:
-            return _with_defaults(engine, num_gpus=1), learner, []
         note = "the engine computes on a CPU, because the learners take the GPUs: give learner.num_gpus=0.6"
         return engine, learner, [f"{note} and engine.num_gpus=0.4 to share them"]
-    if ranks <= free - workers * engine.num_gpus:
-        return engine, _with_defaults(learner, num_gpus=1), []
     note = "the learners compute on CPUs, because the engines take the GPUs: give engine.num_gpus=0.4"
     return engine, learner, [f"{note} and learner.num_gpus=0.6 to share them"]
 
@@ -258,14 +279,12 @@ def _assign_gpus(
 def _share(
     hardware: Hardware, engine: EngineConfig, learner: LearnerConfig, work: Workload
 ) -> tuple[EngineConfig, LearnerConfig, list[str]]:
-    """Put one learner and one engine worker on each GPU.
+    """Let one learner and one engine worker use the same GPU.
 
     They take turns, and the engine frees its memory meanwhile, unless the engine samples during updates.
     """
-    learner_share, engine_share = SHARES if learner.n >= most_workers(engine) else SHARES[::-1]
     sleeps = engine_traits(engine.kind).sleep_arg is not None and not work.overlaps
-    shared = _with_defaults(engine, num_gpus=engine_share, sleep_while_learning=sleeps)
-    learner = _with_defaults(learner, num_gpus=learner_share)
+    shared = _with_defaults(engine, sleep_while_learning=sleeps)
     if not _keeps_states(hardware, shared, learner, work):
         learner = _with_defaults(learner, param_offload=True, optimizer_offload=True)
     return shared, learner, ["learners and engines share GPUs, because there are too few for both"]

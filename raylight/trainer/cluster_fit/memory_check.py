@@ -8,10 +8,10 @@ from pathlib import Path
 import ray
 
 from raylight.engines.registry import engine_traits
-from raylight.engines.vllm.args import asked_gpus
 from raylight.errors import ConfigError
 from raylight.trainer.cluster_fit.cluster_shape import GIB, ClusterShape, this_machine
 from raylight.trainer.cluster_fit.engine_nodes import ask_nodes
+from raylight.trainer.cluster_fit.hardware import pack_gpus
 from raylight.trainer.spec.settings import TrainedSettings
 
 TOLERANCE = 1.15
@@ -34,11 +34,9 @@ def check_memory(settings: TrainedSettings) -> None:
     if not engine_traits(serving.engine.kind).loads_model or training.learner.kind != "ranks":
         return
     needed = SMALL_MODEL * _size_of_files(serving.model_path) + 4 * GIB
-    learner = training.learner
-    asked = learner.n * learner.num_gpus + asked_gpus(serving.engine)
-    for model in settings.scoring_models:
-        needed += SMALL_MODEL * _size_of_files(model.model_path)
-        asked += asked_gpus(model.engine)
+    scoring = settings.scoring_models
+    needed += SMALL_MODEL * sum(_size_of_files(model.model_path) for model in scoring)
+    asked = len(pack_gpus(training.learner, serving.engine, *(model.engine for model in scoring)))
     if not asked and needed < this_machine().memory:  # no other node need be asked
         return
     cluster = connected_cluster()

@@ -10,10 +10,11 @@ from raylight.agent.litagent import LitAgent
 from raylight.algorithms.policy import PolicyAlgorithm
 from raylight.config import EngineConfig, LearnerConfig, LoraConfig
 from raylight.engines.registry import ENGINES, choose_engine, engine_traits
-from raylight.engines.vllm.args import asked_gpus, most_workers
+from raylight.engines.vllm.args import most_workers
 from raylight.errors import ConfigError
 from raylight.experience.settings.correction_settings import default_limit
 from raylight.traces.trained_agents import AgentFilter
+from raylight.trainer.cluster_fit.hardware import pack_gpus
 from raylight.trainer.spec.settings import ServingSettings
 from raylight.types import JsonObject
 from raylight.weights.peft_files import ADAPTER_FILES, missing_files
@@ -258,8 +259,7 @@ def idle_hardware(
         scoring: the teacher and the reward models.
     """
     gpus = resources.get("GPU", 0)
-    engines = engine, *(model.engine for model in scoring)
-    used = learner.n * learner.num_gpus + sum(map(asked_gpus, engines))
+    used = len(pack_gpus(learner, engine, *(model.engine for model in scoring)))
     notes = [
         f"the cluster has {gpus:g} GPUs, and the {model.name} computes on CPUs: set its num_gpus to 1"
         for model in scoring
@@ -271,8 +271,8 @@ def idle_hardware(
         )
     elif gpus - used >= 1:
         notes.append(
-            f"{gpus - used:g} of {gpus:g} GPUs of the cluster are idle: learners and engines ask for "
-            f"{used:g}; raise learner.n or engine.replicas"
+            f"{gpus - used:g} of {gpus:g} GPUs of the cluster are idle: learners and engines take "
+            f"{used}; raise learner.n or engine.replicas"
         )
     return notes
 

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
-from raylight.trainer.cluster_fit.cluster_shape import GIB, ClusterShape, NodeShape
+from raylight.trainer.cluster_fit.cluster_shape import GIB, ROUNDING, ClusterShape, NodeShape
 from raylight.trainer.cluster_fit.role_memory import RoleMemory
 
 USABLE_DEVICE = 0.95
@@ -24,10 +24,6 @@ class Shortage:
 
     what: str
     message: str
-
-
-ROUNDING = 1e-6
-"""Largest error of a sum of fractions of a GPU."""
 
 
 @dataclass

@@ -23,6 +23,7 @@ from raylight.tinker.serve import TinkerConfig, fit_trainer
         (1, {}, {"learner_gpus": 0}, {"num_gpus": 1}, {"num_gpus": 0, "num_threads": 2}),
         (1, {}, {"learner_gpus": 1}, {"num_gpus": 0, "num_threads": 2}, {"num_gpus": 1}),
         (1, {"num_gpus": 1}, {}, {"num_gpus": 1}, {"num_gpus": 0}),
+        (3, {"replicas": 3, "num_gpus": 0.6}, {}, {"num_gpus": 0.6}, {"num_gpus": 0}),
         (1, {"replicas": 2}, {}, {"num_gpus": 0}, {"num_gpus": 0}),
         (2, {"replicas": 2}, {}, {"num_gpus": 1}, {"num_gpus": 0}),
     ],

@@ -1,5 +1,6 @@
 """Defaults that follow the hardware: what each cluster gets, and that explicit settings win."""
 
+import itertools
 import json
 from pathlib import Path
 from typing import Any
@@ -120,6 +121,14 @@ OWN_ENGINE = {"num_gpus": 1} | ENGINE_ON_GPU
             ON_GPU,
             ENGINE_ON_GPU,
         ),
+        # the rest of GPUs that the other side takes a share of; two shares above a half are on two GPUs
+        (1, {"num_gpus": 0.6}, {}, SHARED_LEARNER | {"num_gpus": ...}, SHARED_ENGINE),
+        (3, {"n": 3, "num_gpus": 0.6}, {}, SHARED_LEARNER | {"num_gpus": ...}, SHARED_ENGINE),
+        (8, {"n": 8, "num_gpus": 0.6}, {"replicas": 3}, SHARED_LEARNER | {"num_gpus": ...}, SHARED_ENGINE),
+        (8, {"n": 4, "num_gpus": 0.6}, {"replicas": 4}, ON_GPU, OWN_ENGINE),
+        (8, {}, {"replicas": 8, "num_gpus": 0.6}, SHARED_LEARNER | {"num_gpus": 0.4}, ...),
+        (4, {"n": 2}, {"replicas": 4, "num_gpus": 0.4}, OWN_LEARNER, ...),
+        (4, {"n": 2}, {"replicas": 4, "num_gpus": 0.6}, {}, ...),
         # taken GPUs
         (1, {}, {"num_gpus": 1}, {}, ENGINE_ON_GPU),
         (1, {"num_gpus": 1}, {}, ON_GPU, {}),
@@ -146,9 +155,38 @@ def test_the_defaults_of_a_cluster(
     gpus: float, learner: dict, engine: dict, expected_learner: dict, expected_engine: Any
 ) -> None:
     found_learner, found_engine, _ = choice(gpus, learner, engine)
-    assert found_learner == expected_learner
+    assert found_learner == {name: value for name, value in expected_learner.items() if value is not ...}
     if expected_engine is not ...:
         assert found_engine == {name: value for name, value in expected_engine.items() if value is not ...}
+
+
+def can_place(gpus: int, shares: list[float]) -> bool:
+    """Return True if Ray can place processes, each where the least is left."""
+    free = [1.0] * gpus
+    for share in sorted(shares, reverse=True):
+        fitting = [i for i in range(gpus) if free[i] + 1e-9 >= share]
+        if not fitting:
+            return False
+        free[min(fitting, key=free.__getitem__)] -= share
+    return True
+
+
+@pytest.mark.parametrize("gpus", [1, 2, 3, 5, 8])
+@pytest.mark.parametrize("given", [({}, {}), ({"num_gpus": 0.6}, {}), ({}, {"num_gpus": 0.6})])
+def test_each_process_has_its_gpu(gpus: int, given: tuple[dict, dict]) -> None:
+    for ranks, workers in itertools.product((1, 2, 3, 4, 8), repeat=2):
+        learner = LearnerConfig(n=ranks, **given[0])
+        engine = EngineConfig(kind="vllm", replicas=workers, **given[1])
+        asked = [learner.num_gpus] * ranks + [engine.num_gpus] * workers
+        if not can_place(gpus, asked):
+            continue
+        try:
+            found = choose(Hardware(gpus), engine, learner, Workload(CONTEXT))
+        except ConfigError:
+            assert not any(asked)
+            continue
+        assert found.learner is not None
+        assert can_place(gpus, [found.learner.num_gpus] * ranks + [found.engine.num_gpus] * workers)
 
 
 @pytest.mark.parametrize(
@@ -346,11 +384,19 @@ def test_the_plan_of_a_run_follows_the_nodes(
     assert all(list(addresses) == [str(len(nodes) - 1)] for addresses in asked)
 
 
-@pytest.mark.parametrize(("gpus", "expected"), [(3.0, (1, 1)), (2.0, (0.6, 0.4))])
+@pytest.mark.parametrize(
+    ("gpus", "teacher_has", "expected"),
+    [
+        (3.0, {"num_gpus": 1}, (1, 1)),
+        (2.0, {"num_gpus": 1}, (0.6, 0.4)),
+        (4.0, {"num_gpus": 0.6, "replicas": 3}, (0.6, 0.4)),
+        (4.0, {"num_gpus": 0.5, "replicas": 4}, (1, 1)),
+    ],
+)
 def test_the_gpus_of_a_teacher_or_a_reward_model_are_its_own(
-    tmp_path: Path, gpus: float, expected: tuple[float, float]
+    tmp_path: Path, gpus: float, teacher_has: dict, expected: tuple[float, float]
 ) -> None:
-    teacher = ServingSettings("t", EngineConfig(kind="transformers", num_gpus=1), "teacher")
+    teacher = ServingSettings("t", EngineConfig(kind="transformers", **teacher_has), "teacher")
     engine = EngineConfig(kind="transformers")
     settings = policy_settings(
         str(tmp_path),

@@ -183,6 +183,7 @@ def test_rounding_of_half_precision_and_of_routers_is_no_mismatch(
             [],
         ),
         ({"num_gpus": 0.4}, {"num_gpus": 0.6}, {"GPU": 1.0}, []),
+        ({"num_gpus": 0.4}, {"num_gpus": 0.6, "n": 3}, {"GPU": 3.0}, []),
     ],
 )
 def test_idle_hardware_is_noted(engine: Any, learner: Any, resources: Any, expected: list[str]) -> None:
