@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import random
 import threading
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from raylight.agent.decorators import FunctionalLitAgent
@@ -15,7 +16,7 @@ from raylight.errors import ConfigError
 from raylight.types import JsonObject
 
 _SEEDING = threading.Lock()
-"""Held while a game is set up: TextArena seeds the random numbers of the whole process."""
+"""Held while a game is set up or moves: TextArena uses the random numbers of the whole process."""
 
 
 def textarena_agent(
@@ -79,22 +80,34 @@ class TextArenaGame:
         # without the wrappers that repeat the whole conversation in each observation
         raw = id if id.endswith(("-raw", "-train")) else f"{id}-raw"
         self._env: Any = textarena.make(raw, **settings)
+        self._random = random.Random()
 
     def reset(self, task: Mapping[str, object]) -> list[JsonObject]:
         """Begin a game; return its prompt."""
-        with _SEEDING:
-            state = random.getstate()
-            try:
-                self._env.reset(num_players=1, seed=task_seed(task))
-            finally:
-                random.setstate(state)
+        seed = task_seed(task)
+        self._random.seed(seed)
+        with self._seeded():
+            self._env.reset(num_players=1, seed=seed)
         return [{"role": "user", "content": self._observation()}]
 
     def step(self, answer: str) -> str | None:
         """Play a move; return the game's messages, or None at the end."""
         is_marked = "[" in answer and "]" in answer
-        done, _ = self._env.step(answer if is_marked else f"[{answer.strip()}]")
+        with self._seeded():
+            done, _ = self._env.step(answer if is_marked else f"[{answer.strip()}]")
         return None if done else self._observation()
+
+    @contextlib.contextmanager
+    def _seeded(self) -> Iterator[None]:
+        """Go on with the game's random numbers, and put those of the process back at the end."""
+        with _SEEDING:
+            state_of_process = random.getstate()
+            random.setstate(self._random.getstate())
+            try:
+                yield
+            finally:
+                self._random.setstate(random.getstate())
+                random.setstate(state_of_process)
 
     def _observation(self) -> str:
         """Return the messages since the last move, without the model's own."""

@@ -10,6 +10,7 @@ import pytest
 from scripted_client import ScriptedClient
 
 import raylight as rl
+from raylight.environments.textarena import TextArenaGame
 from raylight.errors import ConfigError, DatasetError
 
 pytestmark = pytest.mark.slow("needs packages of the extra environments")
@@ -112,6 +113,17 @@ async def test_a_number_is_guessed(monkeypatch: pytest.MonkeyPatch) -> None:
     assert number == await number_of(monkeypatch, agent, 4)
     assert (await play(monkeypatch, agent, {"seed": 4}, str(number)))[0] == 1.0
     assert len({await number_of(monkeypatch, agent, seed) for seed in range(6)}) > 1
+
+
+def test_moves_follow_the_seed_of_the_game() -> None:
+    pytest.importorskip("textarena")
+
+    def play_2048(seed: int) -> list[str | None]:
+        game = TextArenaGame("2048-v0", {})
+        game.reset({"seed": seed})
+        return [game.step(move) for move in ("Left", "Up", "Right", "Down")]
+
+    assert play_2048(3) == play_2048(3) != play_2048(4)
 
 
 async def number_of(monkeypatch: pytest.MonkeyPatch, agent: Any, seed: int) -> int:

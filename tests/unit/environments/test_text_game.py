@@ -1,5 +1,6 @@
 """Games in text with a scripted model: the conversation, the end of an episode, and bad tasks."""
 
+import random
 import sys
 from collections.abc import Mapping
 from types import SimpleNamespace
@@ -11,6 +12,7 @@ from scripted_client import ScriptedClient, bad_request
 import raylight as rl
 from raylight.environments.gymnasium import parse_action
 from raylight.environments.text_game import UnfinishedGameError, game_agent, task_seed
+from raylight.environments.textarena import TextArenaGame
 from raylight.errors import ConfigError, DatasetError
 
 LLM = rl.LLM(endpoint="http://model/v1", model="m")
@@ -135,6 +137,31 @@ def test_a_missing_package_is_named_with_its_extra(
         monkeypatch.setitem(sys.modules, package, None)
     with pytest.raises(ConfigError, match=rf"pip install 'raylight\[{extra}\]'"):
         make()
+
+
+class Dice:
+    """A game of TextArena with random moves: both are the process's random numbers, seeded in `reset`."""
+
+    def reset(self, num_players: int, seed: int) -> None:
+        random.seed(seed)
+        self.rolled = random.random()
+
+    def step(self, action: str) -> tuple[bool, dict[str, Any]]:
+        self.rolled = random.random()
+        return False, {}
+
+    def get_observation(self) -> tuple[int, str]:
+        return 0, str(self.rolled)
+
+
+def test_the_moves_of_a_game_of_textarena_follow_its_seed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "textarena", SimpleNamespace(make=lambda id: Dice()))
+    state, alone = random.getstate(), random.Random(3)
+    games = [TextArenaGame("Dice-v0", {}) for _ in range(2)]
+    rolls = [[game.reset({"seed": 3})[0]["content"] for game in games]]
+    rolls += [[game.step("roll") for game in games] for _ in range(3)]
+    assert rolls == [[str(alone.random())] * 2 for _ in range(4)]
+    assert random.getstate() == state
 
 
 LAKE = SimpleNamespace(spec=SimpleNamespace(id="FrozenLake-v1"), action_space=SimpleNamespace(n=4))
