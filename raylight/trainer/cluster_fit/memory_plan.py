@@ -12,9 +12,9 @@ from typing import Self
 
 from raylight.config import EngineConfig, LearnerConfig, LoraConfig, RunnerConfig
 from raylight.engines.registry import engine_traits
-from raylight.engines.vllm.args import most_workers
 from raylight.experience.settings.policy_settings import PolicySettings
 from raylight.trainer.cluster_fit.cluster_shape import ClusterShape
+from raylight.trainer.cluster_fit.hardware import pack_gpus
 from raylight.trainer.cluster_fit.model_shape import ModelShape, read_shape
 from raylight.trainer.cluster_fit.role_memory import EngineMemory, Item, RoleMemory
 from raylight.trainer.cluster_fit.role_needs import (
@@ -218,8 +218,11 @@ def _changes(run: PlannedRun, cluster: ClusterShape) -> Iterator[_Change]:
 
 
 def _most_ranks(run: PlannedRun, cluster: ClusterShape) -> int:
-    """Return the number of learners for which the engines leave GPUs. It keeps groups of ranks whole."""
-    workers = most_workers(run.engine)
-    free = cluster.gpus if run.learner.num_gpus < 1 else int(cluster.gpus - run.engine.num_gpus * workers)
+    """Return the number of learners for which all engines leave GPUs. It keeps groups of ranks whole."""
     group = math.lcm(run.learner.fsdp_size or 1, run.learner.ulysses)
-    return free // group * group
+    engines = run.engine, *(model.engine for model in (*run.teachers, *run.reward_models))
+    for ranks in range(cluster.gpus // group * group, 0, -group):
+        learner = run.learner.model_copy(update={"n": ranks})
+        if len(pack_gpus(learner, *engines)) <= cluster.gpus:
+            return ranks
+    return 0

@@ -224,6 +224,15 @@ def test_only_needed_changes_are_named(dense):
     assert plan.remedies == ("learner.n=4",)
 
 
+@pytest.mark.parametrize("role", ["teachers", "reward_models"])
+def test_a_remedy_leaves_gpus_to_models_that_score(dense, role):
+    engine = EngineConfig(
+        kind="vllm", num_gpus=1, replicas=2, dtype="bfloat16", args={"max_batch_tokens": 64}
+    )
+    run = replace(planned(dense, n=1), **{role: (ServingSettings(dense, engine),)})
+    assert make_plan(run, H100S).remedies == ("learner.n=2",)
+
+
 def test_learners_keep_copies_of_their_training_state(dense):
     items = learner_items(planned(dense))
     assert items["copy of the training state"] == 12 * 7_615_616_512 // 4
