@@ -18,8 +18,7 @@ from raylight._utils.bounds import MAX_PROCESSES, MAX_SECONDS
 from raylight._utils.no_proxy import LOOPBACK
 from raylight.base_config import Config
 from raylight.config import EngineConfig, LearnerConfig, LoraConfig
-from raylight.engines.registry import engine_traits
-from raylight.engines.vllm.args import most_workers, rank_limit
+from raylight.engines.vllm.args import most_workers
 from raylight.errors import ConfigError, EngineStartError, LearnerLostError
 from raylight.http.slow_clients import ImpatientProtocol
 from raylight.serving.local_endpoint import ThreadServer, listen
@@ -187,10 +186,8 @@ def with_adapters(serving: ServingSettings, config: TinkerConfig) -> ServingSett
     Raises:
         ConfigError: the engine serves no adapters of the highest rank.
     """
-    if engine_traits(serving.engine.kind).vllm_lora:
-        rank_limit(config.max_rank, "choose a lower --max-rank, or --engine transformers")
-    lora = LoraConfig(rank=config.max_rank)
-    engine = engine_with_adapter(serving.engine, serving.model_path, lora, config.max_samplers)
+    lora, remedy = LoraConfig(rank=config.max_rank), "choose a lower --max-rank, or --engine transformers"
+    engine = engine_with_adapter(serving.engine, serving.model_path, lora, config.max_samplers, remedy)
     return replace(serving, engine=engine)
 
 

@@ -17,6 +17,12 @@ def missing_files(folder: str | os.PathLike[str]) -> list[str]:
     return [name for name in ADAPTER_FILES if not Path(folder, name).is_file()]
 
 
+def read_rank(folder: str | os.PathLike[str]) -> int:
+    """Return the highest rank of an adapter's layers; peft's default if its configuration names none."""
+    config = json.loads(Path(folder, ADAPTER_FILES[0]).read_text())
+    return max([config.get("r", 8), *(config.get("rank_pattern") or {}).values()])
+
+
 def read_adapter(folder: str | os.PathLike[str]) -> LoraAdapter:
     """Read an adapter, with its weights as tensors."""
     from safetensors.torch import load_file

@@ -10,7 +10,7 @@ from raylight.agent.litagent import LitAgent
 from raylight.algorithms.policy import PolicyAlgorithm
 from raylight.config import EngineConfig, LearnerConfig, LoraConfig
 from raylight.engines.registry import ENGINES, choose_engine, engine_traits
-from raylight.engines.vllm.args import most_workers
+from raylight.engines.vllm.args import RANK_REMEDY, most_workers, rank_limit
 from raylight.errors import ConfigError
 from raylight.experience.settings.correction_settings import default_limit
 from raylight.traces.trained_agents import AgentFilter
@@ -151,27 +151,42 @@ def engine_with_transport(engine: EngineConfig, learner: LearnerConfig, overlaps
     return engine.model_copy(update={"weight_transfer": transport})
 
 
+def engine_with_room(engine: EngineConfig, adapters: int, rank: int, remedy: str) -> EngineConfig:
+    """Return the settings of an engine with room for adapters, two versions of each.
+
+    Args:
+        adapters: number of adapters that are served at a time, pinned versions included.
+        rank: highest rank of an adapter.
+        remedy: end of the error: what to do about a rank that is too high.
+
+    Raises:
+        ConfigError: the engine serves no adapters of this rank.
+    """
+    update: JsonObject = {"max_adapters": max(engine.max_adapters, adapters)}
+    if engine_traits(engine.kind).vllm_lora:
+        rank_limit(rank, remedy)
+        update["args"] = {"max_lora_rank": rank} | engine.args
+    return engine.model_copy(update=update)
+
+
 def engine_with_adapter(
-    engine: EngineConfig, model_path: str, lora: LoraConfig, adapters: int
+    engine: EngineConfig, model_path: str, lora: LoraConfig, adapters: int, remedy: str = RANK_REMEDY
 ) -> EngineConfig:
-    """Return the settings of an engine with room for the learners' adapters, two versions of each.
+    """Return the settings of an engine with room for the learners' adapters, as `engine_with_room`.
 
     vLLM is told the adapted layers: on a CPU it cannot compute a prompt's log-probs in a batch with others
     if the output layer may be adapted too.
 
-    Args:
-        adapters: number of adapters that are served at a time, pinned versions included.
-
     Raises:
-        ConfigError: the adapter does not fit the model.
+        ConfigError: the adapter does not fit the model or the engine.
     """
-    update: JsonObject = {"max_adapters": max(engine.max_adapters, adapters)}
+    engine = engine_with_room(engine, adapters, lora.rank, remedy)
     if engine_traits(engine.kind).vllm_lora:
         from raylight.learner.model.adapter import adapted_layers
 
-        layers = adapted_layers(model_path, lora)
-        update["args"] = {"max_lora_rank": lora.rank, "lora_target_modules": layers} | engine.args
-    return engine.model_copy(update=update)
+        layers = {"lora_target_modules": adapted_layers(model_path, lora)}
+        engine = engine.model_copy(update={"args": layers | engine.args})
+    return engine
 
 
 def engine_with_routes(engine: EngineConfig, model_path: str) -> EngineConfig:

@@ -26,6 +26,7 @@ from raylight.store.client import StoreClient
 from raylight.traces.reward_spans import MAX_REWARD
 from raylight.trainer.cluster_fit.cluster_settings import fit_served
 from raylight.trainer.cluster_fit.hardware import ClusterFacts
+from raylight.trainer.cluster_fit.policy_checks import engine_with_room
 from raylight.trainer.cluster_fit.scoring_models import plan_reward_models
 from raylight.trainer.components.run_components import RolloutComponents
 from raylight.trainer.loops.awaited_rollouts import run_rollouts
@@ -38,10 +39,11 @@ from raylight.trainer.spec.inputs import check_validation_size, fixed_model
 from raylight.trainer.spec.run_resources import with_policy
 from raylight.trainer.spec.settings import RolloutSettings, ServedSettings, ServingSettings
 from raylight.types import EnqueueRolloutRequest, FinishedRollout, JsonObject, RolloutConfig
-from raylight.weights.peft_files import missing_files
+from raylight.weights.peft_files import missing_files, read_rank
 
 ADAPTER_NAME = "adapter"
 """Name under which the only adapter is served."""
+RANK_REMEDY = "set engine={'kind': 'transformers'}"
 COLLECT_CHUNK = 256
 """Maximum number of rollouts whose spans are in memory at the same time."""
 
@@ -116,6 +118,10 @@ class EvalRun(RunSpec[ServedSettings, RolloutComponents, ProgressReporter]):
 
     def for_cluster(self, facts: ClusterFacts) -> tuple[str, ...]:
         self.settings, notes = fit_served(self.settings, self.requested.engine, facts)
+        serving = self.settings.serving
+        if ranks := [read_rank(folder) for folder in serving.lora_adapters.values()]:
+            engine = engine_with_room(serving.engine, len(ranks), max(ranks), RANK_REMEDY)
+            self.settings = replace(self.settings, serving=replace(serving, engine=engine))
         return notes
 
     def loop(self, components: RolloutComponents, report: ProgressReporter) -> EvalLoop:
@@ -203,10 +209,8 @@ def evaluated_model(chosen: EvalSettings, engine: EngineConfig) -> ServingSettin
             )
         adapters = chosen.lora_adapter
         given = {ADAPTER_NAME: adapters} if isinstance(adapters, str) else adapters
-        update = {"max_adapters": max(engine.max_adapters, len(given))}
         serving = replace(
             serving,
-            engine=serving.engine.model_copy(update=update),
             models=() if isinstance(adapters, str) else tuple(given),
             lora_adapters={name: find_adapter(folder) for name, folder in given.items()},
             lora_adapter_timeout_s=chosen.lora_adapter_timeout_s,

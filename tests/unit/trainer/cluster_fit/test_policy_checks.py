@@ -233,6 +233,8 @@ def test_an_engine_gets_room_for_the_adapter_and_vllm_its_layers():
     own = {"max_lora_rank": 32, "enforce_eager": True}
     changed = with_adapter({"kind": "vllm", "args": own}, {})
     assert changed.args == own | {"lora_target_modules": LINEAR}
+    with pytest.raises(ConfigError, match=r"up to rank 512, not 600: lower learner\.lora\.rank"):
+        with_adapter({"kind": "vllm"}, {"rank": 600})
 
 
 def test_several_models_are_adapters_that_engines_serve(tmp_path: Path):

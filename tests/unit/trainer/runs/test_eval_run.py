@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from run_settings import KnownFacts
 from unit_helpers import ReachedRay, make_finished, make_generation
 
 from raylight.agent.decorators import rollout
@@ -178,6 +179,46 @@ def test_an_adapter_is_read_as_peft_saved_it(tmp_path: Path) -> None:
     adapter = read_adapter(find_adapter(str(tmp_path)))
     assert adapter.config == {"r": 2}
     assert adapter.weights["a.lora_A.weight"].shape == (2, 3)
+
+
+@pytest.mark.parametrize(
+    ("config", "own", "rank"),
+    [
+        ({"r": 128}, {}, 128),
+        ({"r": 8, "rank_pattern": {"q_proj": 96, "k_proj": 4}}, {}, 96),
+        ({}, {}, 16),
+        ({"r": 128}, {"max_lora_rank": 320}, 320),
+        ({"r": 600}, {}, None),
+    ],
+)
+def test_vllm_gets_room_for_the_highest_rank_of_the_adapters(
+    config: dict[str, Any],
+    own: dict[str, Any],
+    rank: int | None,
+    hollow_model: str,
+    planned_runs: list[Any],
+    tmp_path: Path,
+) -> None:
+    folders = {"planner": tmp_path / "planner", "coder": tmp_path / "coder"}
+    for folder, content in zip(folders.values(), (config, {"r": 16}), strict=True):
+        folder.mkdir()
+        (folder / "adapter_config.json").write_text(json.dumps(content))
+        (folder / "adapter_model.safetensors").touch()
+    agent, adapters = rollout(lambda task, planner, coder: 1.0), {n: str(f) for n, f in folders.items()}
+    with pytest.raises(ReachedRay):
+        Trainer(output_dir=tmp_path / "out").evaluate(agent, [1], model=hollow_model, lora_adapter=adapters)
+    (run,) = planned_runs
+    run.for_cluster(KnownFacts(0))
+    assert (run.settings.serving.engine.max_adapters, run.settings.serving.engine.args) == (2, {})
+    serving = run.settings.serving
+    engine = serving.engine.model_copy(update={"kind": "vllm", "args": own})
+    run.settings = replace(run.settings, serving=replace(serving, engine=engine))
+    if rank is None:
+        with pytest.raises(ConfigError, match="up to rank 512, not 600: set engine="):
+            run.for_cluster(KnownFacts(0))
+    else:
+        run.for_cluster(KnownFacts(0))
+        assert run.settings.serving.engine.args == {"max_lora_rank": rank}
 
 
 # tasks from files
