@@ -130,6 +130,23 @@ def _fastest(engine: EngineConfig, learner: LearnerConfig, workers: int) -> str:
     return "ipc" if fits_beside_learner and workers <= learner.n else "gloo"
 
 
+def check_more_workers(engine: EngineConfig, learner: LearnerConfig, before: int, workers: int) -> None:
+    """Check that the transport which was chosen for fewer workers also reaches more.
+
+    Args:
+        before, workers: numbers of workers of all replicas, until now and from now on.
+
+    Raises:
+        ConfigError: it does not.
+    """
+    name = engine.weight_transfer
+    if workers > before and name == _fastest(engine, learner, before) != _fastest(engine, learner, workers):
+        raise ConfigError(
+            f"{WHERE}={name!r} was chosen for {before} worker(s) of {engine.num_gpus:g} GPUs, and does not "
+            f"reach {workers}; start the run again with more replicas, or with engine.weight_transfer='gloo'"
+        )
+
+
 def open_sender(
     name: str, settings: SenderSettings, client: SyncClient, source: WeightStream
 ) -> WeightSender:

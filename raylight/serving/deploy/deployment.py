@@ -21,8 +21,9 @@ from raylight._utils.aio import in_daemon_thread
 from raylight._utils.no_proxy import LOOPBACK
 from raylight._utils.ray_resources import format_amounts
 from raylight.components import import_dotted_name
-from raylight.config import EngineConfig
+from raylight.config import EngineConfig, LearnerConfig
 from raylight.engines.registry import engine_traits
+from raylight.engines.vllm.args import most_workers
 from raylight.errors import ConfigError, EngineStartError, PortInUseError
 from raylight.http.request import MAX_ARRIVING
 from raylight.serving.deploy import ingress
@@ -33,6 +34,7 @@ from raylight.serving.deploy.replica import EngineReplica, ReplicaSettings
 from raylight.types import JsonObject
 from raylight.weights.client import CoordinatorClient, call_until_answered
 from raylight.weights.starts import StageTimes, StartProgress
+from raylight.weights.transports import check_more_workers
 
 logger = logging.getLogger(__name__)
 
@@ -135,6 +137,7 @@ class Deployment:
         rollouts: most rollouts that call the model at a time.
         replicas: client of the coordinator; None if the number of replicas never changes.
         show: shows how far the start has come.
+        learner: settings of the learners that send weights to the replicas; None if none do.
     """
 
     def __init__(
@@ -144,8 +147,9 @@ class Deployment:
         rollouts: int = 0,
         replicas: CoordinatorClient | None = None,
         show: Callable[[str], None] = logger.info,
+        learner: LearnerConfig | None = None,
     ) -> None:
-        self._settings = settings
+        self._settings, self._learner = settings, learner
         self._show = show
         self._cluster_ends = cluster_ends
         self._rollouts = rollouts
@@ -208,7 +212,8 @@ class Deployment:
         later one decides.
 
         Raises:
-            ConfigError: `n` is out of range, or Serve scales the replicas by load.
+            ConfigError: `n` is out of range, Serve scales the replicas by load, or the transport of weights
+                does not reach so many.
             EngineStartError: a new replica failed to start, or the cluster has no room for it.
         """
         before = self._settings.config
@@ -219,6 +224,8 @@ class Deployment:
             )
         values = before.model_dump(exclude_unset=True) | {"replicas": n}
         config = type(before)(**values | ({"max_replicas": n} if before.max_replicas is not None else {}))
+        if self._learner is not None:
+            check_more_workers(before, self._learner, most_workers(before), most_workers(config))
         self._settings = dataclasses.replace(self._settings, config=config)
         try:
             await self._reach(n, config.start_timeout_s + config.drain_timeout_s)

@@ -255,7 +255,7 @@ class PolicyComponents(RolloutComponents):
     def _make_model(self, settings: ServedSettings) -> ServedModel:
         learner = self.training.learner
         if learner.kind != "local":
-            return super()._make_model(settings)
+            return ServedModel(self._context, settings.serving, self.store, learner=learner)
         return LocalModel(learner, self._context, settings.serving, self.store)
 
     async def _start(self) -> None:

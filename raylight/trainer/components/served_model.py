@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import ray
 
 from raylight.agent.resources import LLM
+from raylight.config import LearnerConfig
 from raylight.runner.scaling import Resizable
 from raylight.serving.deploy.deployment import Deployment
 from raylight.serving.deploy.replica import ReplicaSettings
@@ -45,6 +46,7 @@ class ServedModel(Component):
         settings: the model, its engine and its adapters.
         store: records the calls; None records none.
         run: name of the run in metrics; None: the context's name.
+        learner: settings of the learners that send weights to its replicas; None if none do.
     """
 
     coordinator: CoordinatorClient
@@ -62,8 +64,10 @@ class ServedModel(Component):
         settings: ServingSettings,
         store: StoreClient | None = None,
         run: str | None = None,
+        learner: LearnerConfig | None = None,
     ) -> None:
         self.settings, self._context, self._store, self._run = settings, context, store, run
+        self._learner = learner
 
     async def open(self, stack: contextlib.AsyncExitStack) -> None:
         """Start the coordinator."""
@@ -100,7 +104,7 @@ class ServedModel(Component):
             sessions=model.session_rules,
         )
         self.deployment = Deployment(
-            settings, context.owns_cluster, rollouts, self.coordinator, context.show_stage
+            settings, context.owns_cluster, rollouts, self.coordinator, context.show_stage, self._learner
         )
         self._stack.push_async_callback(self.deployment.stop)
 

@@ -12,7 +12,7 @@ from coordinator_helpers import join
 from ray.exceptions import ActorDiedError
 from unit_helpers import until, within
 
-from raylight.config import EngineConfig
+from raylight.config import EngineConfig, LearnerConfig
 from raylight.errors import ConfigError, EngineStartError, PortInUseError
 from raylight.serving.deploy import deployment as module
 from raylight.serving.deploy.deployment import Deployment
@@ -318,6 +318,32 @@ async def test_replicas_that_do_not_start_are_given_up(
         vars(replicas).update(room=9, broken=False)
         await deployment.resize(3)  # an earlier failure does not count
     assert replicas.targets == [1, 3, 1, 3]
+
+
+@pytest.mark.parametrize(
+    ("engine", "learner", "refused"),
+    [
+        ({"num_gpus": 0.4, "weight_transfer": "ipc"}, {"n": 2, "num_gpus": 0.6}, 3),
+        ({"num_gpus": 0.5, "weight_transfer": "nccl"}, {"num_gpus": 1}, 2),
+        ({"num_gpus": 0.4, "weight_transfer": "gloo"}, {"num_gpus": 0.6}, None),
+        ({"num_gpus": 1, "weight_transfer": "nccl"}, {"num_gpus": 1}, None),
+        ({}, {}, None),
+    ],
+)
+async def test_no_replicas_are_added_that_the_transport_does_not_reach(
+    engine: dict[str, Any], learner: dict[str, Any], refused: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    deployment, replicas = await resizable(monkeypatch, 1, kind="vllm", **engine)
+    deployment._learner = LearnerConfig(**learner)
+    async with within():
+        for n in (2, 3, 4):
+            if refused is not None and n >= refused:
+                with pytest.raises(ConfigError, match=f"was chosen for .*, and does not reach {n}; .*'gloo'"):
+                    await deployment.resize(n)
+            else:
+                await deployment.resize(n)
+        await deployment.resize(1)
+    assert replicas.targets == [1, *range(2, refused or 5), 1]
 
 
 async def test_replicas_that_serve_scales_by_load_have_no_number_to_set(
