@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import math
 import time
-from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import replace
@@ -294,9 +293,8 @@ def _merge(batch: TrainBatch, parts: list[TrainBatch], order: list[int]) -> Trai
 
 def _describe(totals: list[dict[str, float]]) -> dict[str, float]:
     """Return the metrics of all teachers, which have scored at the same time, from those of each."""
-    metrics = Counter[str]()
-    for found in totals:
-        metrics.update(found)
+    names = {name for found in totals for name in found}
+    metrics = {name: math.fsum(found.get(name, 0.0) for found in totals) for name in names}
     metrics["time/teacher_s"] = max(found["time/teacher_s"] for found in totals)
     for mean in metrics.keys() & MEANS.keys():
         metrics[mean] /= max(metrics[MEANS[mean]], 1)
