@@ -31,6 +31,14 @@ WHITENING_ESTIMATORS = ("gae", "gdpo", "reinforce_plus_plus", "reinforce_plus_pl
 """Estimators that whiten over tokens. verl raises if there is only one token."""
 
 
+def _grpo(rewards: torch.Tensor, mask: torch.Tensor, index: np.ndarray, by_std: bool) -> torch.Tensor:
+    """Return the advantages of verl's GRPO, in the shape of the mask."""
+    advantages, _ = verl.get_adv_estimator_fn("grpo")(
+        token_level_rewards=rewards, response_mask=mask, index=index, norm_adv_by_std_in_grpo=by_std
+    )
+    return advantages
+
+
 def estimate_gdpo(
     response_mask: torch.Tensor,
     index: np.ndarray,
@@ -49,12 +57,7 @@ def estimate_gdpo(
     """
     combined = torch.zeros(response_mask.shape, dtype=reward_parts.dtype)
     for part, weight in zip(reward_parts.T, reward_weights, strict=True):
-        normalised, _ = verl.get_adv_estimator_fn("grpo")(
-            token_level_rewards=part[:, None],
-            response_mask=response_mask,
-            index=index,
-            norm_adv_by_std_in_grpo=norm_adv_by_std_in_grpo,
-        )
+        normalised = _grpo(part[:, None], response_mask, index, norm_adv_by_std_in_grpo)
         combined += weight * normalised
     return verl.masked_whiten(combined, response_mask) * response_mask
 
@@ -79,29 +82,16 @@ def estimate_opo(
     return (rewards - baselines)[:, None] * response_mask
 
 
-def estimate_otb(
-    token_level_rewards: torch.Tensor,
-    response_mask: torch.Tensor,
-    index: np.ndarray,
-    old_log_probs: torch.Tensor,
-    sum_pi_squared: torch.Tensor,
-    rollout_is_weights: torch.Tensor | None,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return advantages with a baseline for each token (OTB, https://arxiv.org/abs/2602.07078), and returns,
-    both (rollouts, tokens).
-
-    In a group with only one rollout that has trained tokens, the baseline is the group's mean reward; it is 0
-    in verl's estimator.
-    """
-    advantages, returns = verl.get_adv_estimator_fn("optimal_token_baseline")(
-        token_level_rewards, response_mask, index, old_log_probs, sum_pi_squared, rollout_is_weights
-    )
-    rewards, has_tokens = token_level_rewards.sum(-1), response_mask.any(-1)
+def _subtract_mean_rewards(
+    advantages: torch.Tensor, rewards: torch.Tensor, mask: torch.Tensor, index: np.ndarray
+) -> None:
+    """Subtract the group's mean reward in groups with only one rollout that has trained tokens, for which
+    verl's baseline of a token is 0."""
+    totals, has_tokens = rewards.sum(-1), mask.any(-1)
     for group in set(index):
         own = torch.from_numpy(index == group)
         if own.sum() > 1 and (own & has_tokens).sum() == 1:
-            advantages[own] = (returns[own] - rewards[own].mean()) * response_mask[own]
-    return advantages, returns
+            advantages[own] -= totals[own].mean() * mask[own]
 
 
 def estimate_opd(
@@ -127,12 +117,7 @@ def estimate_opd(
         discount = torch.where(span_ends[:, token], gamma, 1.0)
         later = advantages[:, token] = teacher_log_ratios[:, token] + discount * later
     if reward_coef:
-        of_rewards, _ = verl.get_adv_estimator_fn("grpo")(
-            token_level_rewards=token_level_rewards,
-            response_mask=response_mask,
-            index=index,
-            norm_adv_by_std_in_grpo=norm_adv_by_std_in_grpo,
-        )
+        of_rewards = _grpo(token_level_rewards, response_mask, index, norm_adv_by_std_in_grpo)
         advantages += reward_coef * of_rewards
     return advantages * response_mask
 
@@ -151,12 +136,7 @@ def estimate_gigpo(
     Args:
         turns: the turns of each rollout in order.
     """
-    of_rollouts, _ = verl.get_adv_estimator_fn("grpo")(
-        token_level_rewards=token_level_rewards,
-        response_mask=response_mask,
-        index=index,
-        norm_adv_by_std_in_grpo=norm_adv_by_std_in_grpo,
-    )
+    of_rollouts = _grpo(token_level_rewards, response_mask, index, norm_adv_by_std_in_grpo)
     values, groups = torch.zeros(len(turns), 1, dtype=torch.float64), np.empty(len(turns), dtype=object)
     later = dict.fromkeys(range(len(index)), 0.0)
     for number, turn in reversed(list(enumerate(turns))):
@@ -165,12 +145,7 @@ def estimate_gigpo(
     # a turn without another of its state has no baseline; the estimator would return its return
     counts = Counter(groups)
     compared = torch.tensor([[float(counts[group] > 1)] for group in groups], dtype=torch.float64)
-    of_turns, _ = verl.get_adv_estimator_fn("grpo")(
-        token_level_rewards=values,
-        response_mask=compared,
-        index=groups,
-        norm_adv_by_std_in_grpo=norm_adv_by_std_in_grpo,
-    )
+    of_turns = _grpo(values, compared, groups, norm_adv_by_std_in_grpo)
     advantages = gigpo.rollout_coef * of_rollouts
     for turn, value in zip(turns, of_turns[:, 0], strict=True):
         advantages[turn.rollout, turn.start : turn.end] += gigpo.turn_coef * value
@@ -201,8 +176,6 @@ OWN_ESTIMATORS: dict[str, Callable[..., object]] = {
     "gigpo": estimate_gigpo,
     "opd": estimate_opd,
     "opo": estimate_opo,
-    "optimal_token_baseline": estimate_otb,
-    "tir_optimal_token_baseline": estimate_otb,
 }
 """Estimators that raylight computes itself."""
 
@@ -454,6 +427,8 @@ def _run_estimator(
     advantages, returns = result if isinstance(result, tuple) else (result, result)
     if single_token:
         advantages, returns = advantages[: len(rewards)], returns[: len(rewards)]
+    if settings.has_token_baselines:
+        _subtract_mean_rewards(advantages, rewards, sequences.mask, np.array(outline.groups, dtype=object))
     _check_result(name, "advantages", advantages, sequences)
     _check_result(name, "returns", returns, sequences)
     return advantages.float(), returns.float()
