@@ -13,8 +13,9 @@ depends on how a call is classified.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Collection, Iterator
-from dataclasses import dataclass, field
+from dataclasses import astuple, dataclass, field
 from typing import Literal, TypeAlias
 
 import numpy as np
@@ -87,14 +88,7 @@ class TokenCounts:
     """Tokens whose truncation and penalties the learner replays."""
 
     def __add__(self, other: TokenCounts) -> TokenCounts:
-        return TokenCounts(
-            self.sampled + other.sampled,
-            self.forced + other.forced,
-            self.constrained + other.constrained,
-            self.allowed_mass + other.allowed_mass,
-            self.off_policy + other.off_policy,
-            self.replayed + other.replayed,
-        )
+        return TokenCounts(*map(operator.add, astuple(self), astuple(other)))
 
 
 @dataclass(frozen=True, slots=True)
