@@ -73,7 +73,12 @@ class BatchOutline:
     @property
     def starts(self) -> NDArray[np.int64]:
         """Number of sampled tokens in the earlier rows of each row's rollout, shape (rows,)."""
-        return _starts(self.owners, self.sampled)
+        starts = np.zeros(len(self.owners), np.int64)
+        used: dict[int, int] = {}
+        for row, (owner, count) in enumerate(zip(self.owners.tolist(), self.sampled.tolist(), strict=True)):
+            starts[row] = used.get(owner, 0)
+            used[owner] = int(starts[row]) + count
+        return starts
 
     @property
     def sampled_of_rollouts(self) -> NDArray[np.int64]:
@@ -269,15 +274,6 @@ def _place(
     if turn.row is not None:
         end = int(starts[turn.row]) + int(np.count_nonzero(rows[turn.row].mask[: turn.token + 1]))
     return PlacedReward(turn.rollout, max(end - 1, 0), turn.value)
-
-
-def _starts(owners: NDArray[np.int64], sampled: NDArray[np.int64]) -> NDArray[np.int64]:
-    starts = np.zeros(len(owners), np.int64)
-    used: dict[int, int] = {}
-    for row, (owner, count) in enumerate(zip(owners.tolist(), sampled.tolist(), strict=True)):
-        starts[row] = used.get(owner, 0)
-        used[owner] = int(starts[row]) + count
-    return starts
 
 
 def _pack(indices: list[int], batch: TrainBatch, learns_observations: bool) -> PackedRows:
