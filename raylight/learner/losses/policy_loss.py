@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from raylight.errors import ConfigError
-from raylight.experience.settings.policy_settings import SCALED_AGGREGATION, CriticSettings, PolicySettings
+from raylight.experience.settings.policy_settings import SCALED_AGGREGATION, PolicySettings
 from raylight.experience.settings.registry import select_arguments
 from raylight.learner import verl_api as verl
 from raylight.learner.losses.correction import bounded_weights
@@ -40,7 +40,7 @@ class PolicyLoss:
             # verl would divide by the width of each micro-batch
             settings = settings.model_copy(update={"loss_scale_factor": longest_response(rows)})
         self._settings, self._config = settings, actor_config(settings)
-        self._averages_rows = averages_rows(settings)
+        self._averages_rows = settings.loss_agg_mode == "seq-mean-token-mean"
         # verl averages the loss of SAPO over rows, whatever the aggregation is
         self._weighs_rows = self._averages_rows or settings.loss.name == "sapo"
         if settings.user_loss is not None:
@@ -188,11 +188,6 @@ def wrap_token_loss(function: Callable[..., object]) -> Callable[..., tuple[torc
         return total, {"actor/ppo_kl": kl.detach().item()}
 
     return loss
-
-
-def averages_rows(settings: PolicySettings | CriticSettings) -> bool:
-    """True if the loss is a mean of row means, which weights rows by their part of the rollout."""
-    return settings.loss_agg_mode == "seq-mean-token-mean"
 
 
 def actor_config(settings: PolicySettings) -> verl.ActorConfig:

@@ -15,7 +15,7 @@ from raylight.learner.losses.metrics import (
     mean_over_tokens,
     rename_metrics,
 )
-from raylight.learner.losses.policy_loss import averages_rows, longest_response, mean_over_rollouts
+from raylight.learner.losses.policy_loss import longest_response, mean_over_rollouts
 from raylight.learner.model.verl_engines import build_critic
 from raylight.learner.tokens.micro_batch import MicroBatch
 from raylight.learner.tokens.rows import Minibatch, TrainRow
@@ -82,7 +82,7 @@ class ValueLoss:
     """
 
     def __init__(self, settings: CriticSettings, rows: list[TrainRow]) -> None:
-        self._settings, self._averages_rows = settings, averages_rows(settings)
+        self._settings = settings
         scaled = settings.loss_agg_mode == SCALED_AGGREGATION
         self._scale_factor = longest_response(rows) if scaled else None
 
@@ -103,7 +103,7 @@ class ValueLoss:
             global_batch_size=batch.rollouts,
             loss_scale_factor=self._scale_factor,
         )
-        if self._averages_rows:
+        if self._settings.loss_agg_mode == "seq-mean-token-mean":
             clipped = values.clamp(old - limit, old + limit)
             errors = torch.maximum((values - returns) ** 2, (clipped - returns) ** 2)
             loss = 0.5 * mean_over_rollouts(errors, batch)
