@@ -69,7 +69,7 @@ class Teacher:
         self, batch: TrainBatch, finished: Sequence[FinishedRollout]
     ) -> tuple[TrainBatch, dict[str, float]]:
         """Return a batch with the teacher's log-probs, of the sampled tokens or of its most probable ones, at
-        each row's sampling temperature, and metrics.
+        each row's sampling temperature, and metrics, in which the `MEANS` are still sums.
 
         Args:
             finished: the rollouts of the batch; with spans if the teacher has a prompt function.
@@ -79,13 +79,6 @@ class Teacher:
             TeacherPromptError: the prompt function fails, or its messages cannot be rendered.
             RowTooLongError: a row is too long with the teacher's prompt.
         """
-        batch, totals = await self.score_part(batch, finished)
-        return batch, _describe([totals])
-
-    async def score_part(
-        self, batch: TrainBatch, finished: Sequence[FinishedRollout]
-    ) -> tuple[TrainBatch, dict[str, float]]:
-        """Return the batch as `score` does, and metrics in which the `MEANS` are still sums."""
         started = time.perf_counter()
         if self._aligner is None:
             batch, totals = await self._score_same(batch, finished)
@@ -249,7 +242,8 @@ class Teachers(Component):
             ConfigError: a task has no teacher.
         """
         if self._choice is None:
-            return await self._served[0].score(batch, finished)
+            batch, totals = await self._served[0].score(batch, finished)
+            return batch, _describe([totals])
         numbers = await run_plain(choose_teachers, batch.rows, finished, self._names, self._choice)
         parts = [[i for i, one in enumerate(numbers) if one == number] for number in range(len(self._names))]
         counts = {
@@ -259,9 +253,7 @@ class Teachers(Component):
             return replace(batch, teacher_numbers=numbers), counts
         async with task_group() as tasks:
             asked = [
-                tasks.create_task(
-                    teacher.score_part(replace(batch, rows=[batch.rows[i] for i in part]), finished)
-                )
+                tasks.create_task(teacher.score(replace(batch, rows=[batch.rows[i] for i in part]), finished))
                 for teacher, part in zip(self._served, parts, strict=True)
                 if part
             ]
