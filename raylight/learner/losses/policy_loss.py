@@ -54,7 +54,8 @@ class PolicyLoss:
         # a loss may read tokens that it masks afterwards
         logprobs = computed.where(batch.mask, 0.0) if settings.observation_coef else computed
         if self._stores_logprobs:
-            _store_logprobs(logprobs, batch)
+            for row, values in zip(batch.rows, logprobs.detach().float().cpu(), strict=True):
+                row.learner_logprobs = values[: len(row.response)]
         if settings.proximal == "loglinear":
             old, weights = self._interpolate_proximal(logprobs, batch)
         else:
@@ -120,12 +121,6 @@ class PolicyLoss:
             loss_agg_mode=self._settings.loss_agg_mode,
             **self._config.global_batch_info,
         )
-
-
-def _store_logprobs(logprobs: torch.Tensor, batch: MicroBatch) -> None:
-    """Store the log-probs of this pass, shape (rows, longest response), in the rows."""
-    for row, values in zip(batch.rows, logprobs.detach().float().cpu(), strict=True):
-        row.learner_logprobs = values[: len(row.response)]
 
 
 def longest_response(rows: list[TrainRow]) -> int:
