@@ -71,12 +71,14 @@ def graded_turns(item: FinishedRollout) -> dict[str, float]:
 
 def assign_turn_rewards(item: FinishedRollout, trajectories: Trajectories) -> list[TurnReward]:
     """Assign each turn reward to the call that earned it (`_earned`), or to the last call before it in a row
-    that has trained tokens, or to the first of such calls.
+    that has trained tokens, or to the first of such calls. Without such a row, each keeps its reward.
 
     Args:
         trajectories: rows of its trained calls; at least one.
     """
-    chosen = {position.call_id: position for position in trajectories.chosen_positions}
+    trained = [bool(row.mask.any()) for row in trajectories.rows]
+    positions = [one for one in trajectories.positions if trained[one.row]] or trajectories.positions
+    chosen = {position.call_id: position for position in positions}
     by_end = _by_end(call for call in trajectories.calls if call.key.call_id in chosen)
     rewards = []
     for call, value in _earned(item, trajectories.calls):

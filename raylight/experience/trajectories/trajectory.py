@@ -104,13 +104,6 @@ class Trajectories:
     calls: list[Generation] = field(default_factory=list)
     """The trained calls."""
 
-    @property
-    def chosen_positions(self) -> list[CallPosition]:
-        """Positions of the calls in rows that are not entirely forced; all positions if there is no such
-        row."""
-        chosen = [bool(row.mask.any()) for row in self.rows]
-        return [position for position in self.positions if chosen[position.row]] or self.positions
-
 
 @dataclass(slots=True, eq=False)
 class _CallNode:
