@@ -29,6 +29,9 @@ MAX_DEPTH = 200
 """Deepest nesting of lists and objects in a body."""
 NUMBERS = range(-(2**63), 2**64)
 """Whole numbers allowed in a body: 64 bits, because engines pass them to code that has no others."""
+QUOTED = frozenset({"input", "parsed", "parsed_arguments"})
+"""Fields in `messages` and `input` with values that were read from an answer. No engine computes with their
+whole numbers, which may have any size, so that an agent can send back what it was given."""
 BODY_GRACE_S, BODY_RATE, BODY_TIMEOUT_S = 10.0, 16 * 1024, 120.0
 """Seconds in which a body must arrive, bytes for whose arrival it gets one second more, and most seconds."""
 MAX_ARRIVING = 8192
@@ -143,7 +146,7 @@ async def read_request(scope: AsgiScope, receive: Receive, max_bytes: int = MAX_
 
 
 def decode_fields(content: bytes) -> JsonObject:
-    """Decode a body: a JSON object of Unicode strings and of finite numbers of at most 64 bits.
+    """Decode a body: a JSON object of Unicode strings and, except in `QUOTED`, of numbers of at most 64 bits.
 
     Raises:
         RequestError: 400, it is something else, nested more than `MAX_DEPTH` deep, or has more than
@@ -223,6 +226,7 @@ def _has_too_many_values(content: bytes) -> bool:
 def _check_values(fields: JsonObject) -> None:
     """Raise a RequestError at a number beyond 64 bits, or at too deep a nesting."""
     level: list[Any] = [fields]
+    is_wrong = False
     for _ in range(MAX_DEPTH + 1):
         below: list[Any] = []
         for value in level:
@@ -231,12 +235,15 @@ def _check_values(fields: JsonObject) -> None:
                 below.extend(value.values())
             elif kind is list:
                 below.extend(value)
-            elif _is_wrong_number(value):
-                raise _number_error(fields)
+            else:
+                is_wrong = is_wrong or _is_wrong_number(value)
         if not below:
-            return
+            break
         level = below
-    raise RequestError(f"the body is nested too deeply: at most {MAX_DEPTH} levels are allowed")
+    else:
+        raise RequestError(f"the body is nested too deeply: at most {MAX_DEPTH} levels are allowed")
+    for name, value in fields.items() if is_wrong else ():
+        _check_numbers(name, value, QUOTED if name in ("messages", "input") else frozenset())
 
 
 def _is_wrong_number(value: Any) -> bool:
@@ -254,24 +261,32 @@ def _name_wrong_number(content: bytes) -> None:
         _check_values(fields)
 
 
-def _number_error(fields: JsonObject) -> RequestError:
-    """Return the error of a body with a number that is not finite or beyond 64 bits; it names the field."""
-    level: list[tuple[str, object]] = [(name[:100], value) for name, value in fields.items()]
-    while True:
-        for path, value in level:
+def _check_numbers(name: str, value: object, quoted: frozenset[str]) -> None:
+    """Raise a RequestError at a number that is not finite or beyond 64 bits; it names the field.
+
+    Args:
+        quoted: names of the fields whose numbers are not checked.
+    """
+    level: list[tuple[Any, str, object]] = [(None, name[:100], value)]  # each with the entry that it is in
+    while level:
+        below: list[tuple[Any, str, object]] = []
+        for entry in level:
+            value = entry[2]
             if _is_wrong_number(value):
-                return RequestError(
+                path = _path(entry)
+                raise RequestError(
                     f"{path}: it must be a finite number of at most 64 bits, not {value!s:.30}", param=path
                 )
-        level = [pair for path, value in level for pair in _within(path, value)]
+            if isinstance(value, dict):
+                below += [(entry, f".{k[:100]}", v) for k, v in value.items() if k not in quoted]
+            elif isinstance(value, list):
+                below += [(entry, f"[{index}]", inner) for index, inner in enumerate(value)]
+        level = below
 
 
-def _within(path: str, value: object) -> list[tuple[str, object]]:
-    if isinstance(value, dict):
-        return [(f"{path}.{name[:100]}", inner) for name, inner in value.items()]
-    return (
-        [(f"{path}[{index}]", inner) for index, inner in enumerate(value)] if isinstance(value, list) else []
-    )
+def _path(entry: tuple[Any, str, object]) -> str:
+    outer, step, _ = entry
+    return (_path(outer) if outer else "") + step
 
 
 def _too_large(max_bytes: int) -> RequestError:

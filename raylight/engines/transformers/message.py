@@ -9,7 +9,6 @@ from typing import Any, Literal
 
 from raylight.engines import families
 from raylight.engines.families import THINK, ReasoningNotation
-from raylight.engines.transformers.schema_values import parse_json
 from raylight.engines.transformers.text import overlap
 from raylight.engines.transformers.tools import (
     FORMATS,
@@ -21,6 +20,7 @@ from raylight.engines.transformers.tools import (
 )
 from raylight.errors import ConfigError
 from raylight.types import JsonObject, Tokenizer
+from raylight.types.json_object import parse_json
 
 HARMONY_BODY = "<|message|>"
 HARMONY_ENDS = ("<|end|>", "<|return|>", "<|call|>", "<|start|>")

@@ -5,7 +5,9 @@ from __future__ import annotations
 import ast
 import json
 from collections.abc import Mapping
-from typing import Any, NoReturn
+from typing import Any
+
+from raylight.types.json_object import parse_json
 
 ANY = frozenset({"string", "number", "integer", "boolean", "null", "array", "object"})
 PYTHON_WORDS = {"True": True, "False": False, "None": None}
@@ -110,19 +112,7 @@ def _parse(text: str) -> Any:
     if value is None and text.strip()[:1] in ("[", "{"):
         try:
             value = ast.literal_eval(text.strip())
-            json.dumps(value)
+            json.dumps(value, allow_nan=False)
         except (ValueError, TypeError, SyntaxError, RecursionError, MemoryError):
             return None
     return value
-
-
-def parse_json(text: str) -> object:
-    """Decode JSON text; None if it is invalid."""
-    try:
-        return json.loads(text, parse_constant=_reject_constant)
-    except (ValueError, RecursionError):
-        return None
-
-
-def _reject_constant(constant: str) -> NoReturn:
-    raise ValueError(f"{constant} is not JSON")

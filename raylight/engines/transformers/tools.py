@@ -10,8 +10,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
-from raylight.engines.transformers.schema_values import parse_json, typed_value
+from raylight.engines.transformers.schema_values import typed_value
 from raylight.types import JsonObject
+from raylight.types.json_object import parse_json
 
 PYTHON_TAG = "<|python_tag|>"
 PYTHON_NAMES = {"true": True, "false": False, "null": None}
@@ -461,7 +462,12 @@ class _JsonWords(ast.NodeTransformer):
 
 
 def _dump(value: object) -> str:
-    text = json.dumps(value, ensure_ascii=False)
+    """Encode arguments as JSON.
+
+    Raises:
+        ValueError: a number is not finite.
+    """
+    text = json.dumps(value, ensure_ascii=False, allow_nan=False)
     try:
         text.encode()
     except UnicodeEncodeError:  # a lone surrogate can only be written as an escape

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from typing import ClassVar
 
@@ -19,6 +18,7 @@ from raylight.serving.dialects.messages_request import (
 )
 from raylight.types import JsonObject
 from raylight.types.chat_messages import INVALID_JSON
+from raylight.types.json_object import parse_json
 
 COUNT_TOKENS = "/v1/messages/count_tokens"
 STOP_REASONS = {
@@ -171,10 +171,7 @@ def _input(arguments: str) -> JsonObject:
 
     Text that is not a JSON object is kept verbatim, so that the next turn can quote it.
     """
-    try:
-        decoded = json.loads(arguments or "{}")
-    except (ValueError, RecursionError):
-        decoded = None
+    decoded = parse_json(arguments or "{}")
     return decoded if isinstance(decoded, dict) else {INVALID_JSON: arguments}
 
 

@@ -60,6 +60,13 @@ async def test_a_body_that_is_no_sound_json_object_is_a_bad_request(path: str, c
         (b'{"temperature": 1e400}', "temperature", "inf"),
         (b'{"a": [1, {"b": -Infinity}]}', "a[1].b", "-inf"),
         (b'{"top_k": 18446744073709551616}', "top_k", "184"),
+        (
+            b'{"input": [{"parsed": 18446744073709551616, "x": 18446744073709551617}]}',
+            "input[0].x",
+            "184",
+        ),
+        (b'{"tools": [{"input": 18446744073709551616}]}', "tools[0].input", "184"),
+        (b'{"input": 18446744073709551616}', "input", "184"),
     ],
 )
 async def test_a_number_that_no_engine_takes_is_named(content: bytes, field: str, number: str) -> None:
@@ -68,6 +75,18 @@ async def test_a_number_that_no_engine_takes_is_named(content: bytes, field: str
     assert error["message"].startswith(message)
     if "[" not in field:
         assert error["param"] == field
+
+
+def test_what_was_read_from_an_answer_may_have_any_whole_number() -> None:
+    parts = [
+        {"type": "tool_use", "input": {"a": [2**70]}},
+        {"type": "output_text", "parsed": {"a": -(2**70)}},
+    ]
+    call = {"type": "function", "function": {"name": "f", "parsed_arguments": {"a": 2**70}}}
+    message = {"role": "assistant", "content": parts, "tool_calls": [call], "parsed": {"a": 2**70}}
+    for field in ("messages", "input"):
+        body = {field: [message]}
+        assert request.decode_fields(json.dumps(body).encode()) == body
 
 
 async def test_a_body_that_does_not_arrive_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,6 +16,7 @@ from raylight.engines.transformers.message import (
     find_style,
 )
 from raylight.engines.transformers.tools import FORMATS
+from raylight.types.json_object import parse_json
 
 CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'
 TOOLS = {"add": {"type": "object", "properties": {"a": {"type": "integer"}, "note": {"type": "string"}}}}
@@ -195,6 +196,17 @@ def test_a_cut_or_malformed_call_stays_content(notation: str) -> None:
     for body in ("{", "nonsense here", "[1]", "f(", "call:f{", '[{"name": 1}]', ""):
         for text in (f"{opening}{body}{closing}", f"{opening}{body}"):
             assert parse(f"So: {text}", notation)[1:] == (f"So: {text}", [])
+
+
+@pytest.mark.parametrize(("notation", "text", "calls"), NOTATIONS)
+def test_arguments_are_json_whatever_numbers_a_model_writes(
+    notation: str, text: str, calls: list[tuple[str, str]]
+) -> None:
+    for number in ("1e999", "-1e999", "NaN", "Infinity"):
+        for old in filter(text.__contains__, ('"a": 1', "a=1", "a:1", ">1<")):
+            _, content, found = parse(text.replace(old, old.replace("1", number)), notation)
+            assert number in content + str(found)
+            assert all(parse_json(arguments) is not None for _, arguments in found)
 
 
 @given(st.sampled_from(NOTATIONS), st.integers(0, 60), st.text('<|>{}[]"=:\n', max_size=12))

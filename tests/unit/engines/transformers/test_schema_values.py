@@ -102,6 +102,8 @@ def test_values(name: str, text: str, value: Any) -> None:
         ({"$ref": "#/$defs/Loop"}, "5", 5),
         ({"type": 3, "anyOf": "no list", "enum": "no list"}, "5", 5),
         ("no schema", "5", 5),
+        ({"type": "number"}, "1e999", "1e999"),
+        ({"type": "array"}, "[1e999, 'a']", "[1e999, 'a']"),
         ({"type": "string"}, "[" * 100_000, "[" * 100_000),
         ({"type": "array"}, "[" * 100_000, "[" * 100_000),
     ],

@@ -295,7 +295,7 @@ async def test_a_loop_of_tools_gives_back_what_the_engine_said() -> None:
     ]
 
 
-@pytest.mark.parametrize("arguments", ['{"city": "Ber', "[1]", "not JSON"])
+@pytest.mark.parametrize("arguments", ['{"city": "Ber', "[1]", "not JSON", '{"a": 1e999}', '{"a": NaN}'])
 async def test_arguments_that_are_no_object_survive_the_loop(arguments: str) -> None:
     fake, app = translated(Say(calls=[call("t1", arguments)], finish="length"), Say("ok"))
     client = anthropic_client(app)
