@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import importlib.util
 import math
+from collections import defaultdict
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,12 +16,14 @@ from raylight.errors import ConfigError, DatasetError, RewardError
 from raylight.experience.settings.advantages import GRPOAdvantage
 from raylight.experience.settings.losses import VanillaLoss
 from raylight.learner.model.local_device import select_device
+from raylight.tasks.task_set import TaskSampler
 from raylight.types import JsonObject
 
 if TYPE_CHECKING:
     from raylight.algorithms.minigrpo import MiniGRPO
 
 Metrics = dict[str, float]
+STEP_TIME = "time/step_s"
 METRIC_NAMES = {
     "reward": "train/reward",
     "reward_std": "train/reward_std",
@@ -30,8 +33,7 @@ METRIC_NAMES = {
     "kl": "learner/kl",
     "learning_rate": "learner/lr",
     "frac_reward_zero_std": "train/share_without_signal",
-    "step_time": "time/step_s",
-    "eval_reward": "val/reward",
+    "step_time": STEP_TIME,
 }
 """TRL's name of a metric -> raylight's."""
 
@@ -48,7 +50,10 @@ class TrlGRPO(Algorithm):
     def __init__(self, settings: MiniGRPO) -> None:
         self._settings = settings
         self._report_step: Callable[[int, Metrics], object]
-        self._row: Metrics = {}
+        self._columns: defaultdict[str, list[float]] = defaultdict(list)
+        """Metrics of the optimizer steps of a step, and of an evaluation after it."""
+        self._val_rewards: defaultdict[int, list[float]] = defaultdict(list)
+        """Rewards of an evaluation by the number of their task."""
         self._step = 0
         self._stopped = False
 
@@ -116,9 +121,9 @@ class TrlGRPO(Algorithm):
         arguments = self._arguments(checkpoint, device.type, len(tasks), bool(val_tasks))
         return GRPOTrainer(
             model=model,
-            reward_funcs=self._reward(tasks + val_tasks),
+            reward_funcs=self._reward(tasks, val_tasks),
             args=arguments,
-            train_dataset=self._dataset(tasks, 0),
+            train_dataset=self._dataset(tasks, 0).select(self._order(len(tasks))),
             eval_dataset=self._dataset(val_tasks, len(tasks)) if val_tasks else None,
             processing_class=AutoTokenizer.from_pretrained(path, padding_side="left"),
             peft_config=peft_config(self._settings.lora, "CAUSAL_LM", model),
@@ -140,7 +145,8 @@ class TrlGRPO(Algorithm):
             gradient_accumulation_steps=rollouts // rows,
             num_generations=settings.group_size,
             max_completion_length=settings.max_new_tokens,
-            max_steps=settings.steps(n_train),
+            max_steps=settings.steps(n_train) * settings.ppo_epochs,
+            shuffle_dataset=False,
             learning_rate=settings.lr,
             lr_scheduler_type="constant",
             weight_decay=settings.weight_decay,
@@ -163,12 +169,21 @@ class TrlGRPO(Algorithm):
             report_to="none",
             disable_tqdm=True,
             eval_strategy="steps" if validates and settings.val_every else "no",
-            eval_steps=settings.val_every or None,
+            eval_steps=(settings.val_every or 0) * settings.ppo_epochs or None,
             num_generations_eval=settings.val_samples,
             per_device_eval_batch_size=settings.val_samples * max_rows,
         )
 
-    def _dataset(self, tasks: list[object], first: int) -> object:
+    def _order(self, n_train: int) -> list[int]:
+        """Return the indices of the tasks of all steps, in the order of raylight's own loop.
+
+        TRL's order lacks the tasks of a pass that do not fill a step.
+        """
+        settings = self._settings
+        sampler = TaskSampler(range(n_train), settings.seed or 0)
+        return [sampler.draw(i).task for i in range(settings.steps(n_train) * settings.tasks_per_step)]
+
+    def _dataset(self, tasks: list[object], first: int) -> Any:
         """Return a dataset of prompts and task indices, because a dataset cannot hold every type of task."""
         from datasets import Dataset
 
@@ -178,20 +193,28 @@ class TrlGRPO(Algorithm):
             [{"prompt": prompt_of(task), "number": first + i} for i, task in enumerate(tasks)]
         )
 
-    def _reward(self, tasks: list[object]) -> Callable[..., list[float | None]]:
+    def _reward(self, tasks: list[object], val_tasks: list[object]) -> Callable[..., list[float | None]]:
         reward_of = self._settings.trl_reward_of
         assert reward_of is not None, "checked with the settings"
+        both = tasks + val_tasks
 
         def reward(completions: list[Any], number: list[int], **rest: object) -> list[float | None]:
-            texts = [text if isinstance(text, str) else text[0]["content"] for text in completions]
-            return [_finite(reward_of(tasks[i], text)) for i, text in zip(number, texts, strict=True)]
+            rewards: list[float | None] = []
+            for i, completion in zip(number, completions, strict=True):
+                text = completion if isinstance(completion, str) else completion[0]["content"]
+                value = _finite(reward_of(both[i], text))
+                rewards.append(value)
+                if i >= len(tasks):
+                    self._val_rewards[i].append(value)
+            return rewards
 
         return reward
 
     def _callback(self, checkpoint: Path) -> Any:
         from transformers import TrainerCallback
 
-        run, every = self, self._settings.save_every
+        run, passes = self, self._settings.ppo_epochs
+        every = (self._settings.save_every or 0) * passes
 
         class LogCallback(TrainerCallback):
             def on_log(
@@ -204,21 +227,37 @@ class TrlGRPO(Algorithm):
             ) -> None:
                 control.should_training_stop = control.should_training_stop or run._stopped
                 if every and state.global_step % every == 0:
-                    save_adapter(model, checkpoint / f"step-{state.global_step}")
+                    save_adapter(model, checkpoint / f"step-{state.global_step // passes}")
 
         return LogCallback()
 
-    def _collect_logs(self, step: int, logs: JsonObject) -> None:
-        """Merge TRL's log entries of a step into one row, and report the row of the step before."""
+    def _collect_logs(self, optimizer_step: int, logs: JsonObject) -> None:
+        """Collect TRL's log entries of a step, and report the row of the step before."""
+        step = -(-optimizer_step // self._settings.ppo_epochs)
         if step != self._step:
             self._flush()
         self._step = step
-        self._row |= {ours: float(logs[theirs]) for theirs, ours in METRIC_NAMES.items() if theirs in logs}
+        for theirs, ours in METRIC_NAMES.items():
+            if theirs in logs:
+                self._columns[ours].append(float(logs[theirs]))
+        if "eval_reward" in logs:
+            self._columns["val/reward"] = [self._take_val_reward()]
+
+    def _take_val_reward(self) -> float:
+        """Return the mean reward of an evaluation. TRL fills its last batch with tasks that it repeats, and
+        counts it as much as the others."""
+        samples = self._settings.val_samples
+        rewards = [value for values in self._val_rewards.values() for value in values[:samples]]
+        self._val_rewards.clear()
+        return math.fsum(rewards) / len(rewards)
 
     def _flush(self) -> None:
-        if self._row:
-            self._report_step(self._step, self._row)
-        self._row = {}
+        means = {name: sum(values) / len(values) for name, values in self._columns.items()}
+        if times := self._columns.get(STEP_TIME):
+            means[STEP_TIME] = sum(times)
+        if means:
+            self._report_step(self._step, means)
+        self._columns.clear()
 
 
 def _finite(reward: object) -> float:

@@ -1,5 +1,6 @@
 """MiniGRPO with TRL's GRPOTrainer: single-turn prompts, in process, without Ray."""
 
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -94,6 +95,53 @@ async def test_trl_trains_the_adapter(tmp_path: Path) -> None:
         AutoModelForCausalLM.from_pretrained(STARTER_MODEL), context.checkpoint
     )
     assert max(float(p.abs().max()) for name, p in loaded.named_parameters() if "lora_B" in name) > 1e-4
+
+
+def numbered(n: int) -> list[dict]:
+    """Return tasks, each with its number."""
+    return [{**task, "number": i} for i, task in enumerate(additions(0)[0][:n])]
+
+
+SMALL = {"max_new_tokens": 4, "max_tokens_per_micro_batch": 64 * 4, "tasks_per_step": 4, "group_size": 2}
+
+
+@pytest.mark.parametrize(
+    ("n_tasks", "length", "counts"),
+    [
+        (3, {"n_steps": 2}, {4, 6}),  # fewer tasks than a step has
+        (8, {"n_epochs": 1, "n_steps": None, "ppo_epochs": 2}, {2}),
+        (6, {"n_epochs": 2, "n_steps": None}, {4}),
+    ],
+)
+async def test_every_task_is_taken(tmp_path: Path, n_tasks: int, length: dict, counts: set[int]) -> None:
+    seen: Counter[int] = Counter()
+
+    def count(task: dict, text: str) -> float:
+        seen[task["number"]] += 1
+        return letters(text)
+
+    trl = algorithm(tmp_path, **SMALL | length, reward_of=count, save_every=1)
+    await trl.run(numbered(n_tasks))
+    context: Any = trl.get_run_context()
+    steps = trl.total_steps(n_tasks)
+    assert set(seen.values()) == counts
+    assert len(seen) == n_tasks
+    assert seen.total() == steps * 4 * 2
+    assert [step for step, _ in context.rows] == list(range(1, steps + 1))
+    assert all({"train/reward", "learner/loss", "time/step_s"} <= row.keys() for _, row in context.rows)
+    assert {path.name for path in context.checkpoint.glob("step-*")} == {
+        f"step-{i + 1}" for i in range(steps)
+    }
+
+
+async def test_the_validation_reward_is_the_mean_over_the_tasks(tmp_path: Path) -> None:
+    train, val = numbered(4), numbered(5)
+    lengths = {"n_steps": 4, "ppo_epochs": 2, "val_every": 2, "val_samples": 2}
+    trl = algorithm(tmp_path, **SMALL | lengths, reward_of=lambda task, text: float(task["number"] == 4))
+    await trl.run(train, val)
+    context: Any = trl.get_run_context()
+    found = {step: row["val/reward"] for step, row in context.rows if "val/reward" in row}
+    assert found == {0: 0.2, 2: 0.2, 4: 0.2}
 
 
 async def test_a_reward_that_is_not_finite_is_an_error(tmp_path: Path) -> None:
