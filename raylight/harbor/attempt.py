@@ -134,16 +134,16 @@ class HarborAttempt:
     async def _read_reward(
         self, place: Sandbox, paths: PathMap, ended: ExecResult
     ) -> float | dict[str, float]:
-        for name, read in READERS.items():
-            with contextlib.suppress(FileNotFoundError):
-                return read(await place.read(paths.path(f"{REWARDS}/{name}")))
         if ended.timed_out:
             reason = f"were ended after {self._task.tests_timeout_s:g} s ([verifier].timeout_sec)"
         else:
-            reason = f"ended with status {ended.status}"
+            for name, read in READERS.items():
+                with contextlib.suppress(FileNotFoundError):
+                    return read(await place.read(paths.path(f"{REWARDS}/{name}")))
+            reason = f"ended with status {ended.status} and wrote no {REWARDS}/reward.json or reward.txt"
         raise RewardError(
-            f"the tests of the task {self._task.name} {reason} and wrote no {REWARDS}/reward.json or "
-            f"reward.txt. Their output ends: {_end_of(ended) or 'empty'}"
+            f"the tests of the task {self._task.name} {reason}. "
+            f"Their output ends: {_end_of(ended) or 'empty'}"
         )
 
     async def _make_environment(self, sandbox: Sandbox, environment: TaskEnvironment) -> str:

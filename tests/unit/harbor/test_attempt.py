@@ -99,7 +99,8 @@ async def test_a_reward_that_is_no_number_is_an_error(
 
 
 async def test_tests_that_take_too_long_are_an_error(tmp_path: Path, make_sandbox: Callable) -> None:
-    task = make(tmp_path / "task", "[verifier]\ntimeout_sec = 0.2", tests="#!/bin/sh\nsleep 600\n")
+    tests = "#!/bin/sh\necho 0 > /logs/verifier/reward.txt\nsleep 600\n"
+    task = make(tmp_path / "task", "[verifier]\ntimeout_sec = 0.2", tests=tests)
     with pytest.raises(RewardError, match=r"ended after 0.2 s"):
         await attempt(task, await make_sandbox(), "true")
 
