@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Literal
 
 from raylight.errors import ConfigError, RewardError, SandboxError
-from raylight.harbor.dockerfile import BuildSteps, read_build_steps
+from raylight.harbor.dockerfile import SANDBOX_PATH, BuildSteps, read_build_steps
 from raylight.harbor.task_folder import PRIMARY, HarborTask, TaskEnvironment, resolve_variables
 from raylight.sandboxes.file_bundle import FileBundle, pack
 from raylight.sandboxes.sandbox import ExecResult, Sandbox
@@ -76,7 +76,8 @@ class HarborAttempt:
             inside = workdir.removeprefix(sandbox.root)
             await copy_folder(sandbox, files, inside, paths)
             if (files / "setup.sh").is_file():
-                await self._run(sandbox, ["sh", "-c", SETUP, "sh", workdir])
+                env = await self.image_variables(sandbox)
+                await self._run(sandbox, ["sh", "-c", SETUP, "sh", workdir], env)
         return workdir
 
     def prompt(self, sandbox: Sandbox) -> str:
@@ -90,6 +91,20 @@ class HarborAttempt:
             DatasetError: one stands for a variable of this machine that is not set.
         """
         return resolve_variables(self._task.environment.env, os.environ)
+
+    async def image_variables(
+        self, sandbox: Sandbox, environment: TaskEnvironment | None = None
+    ) -> dict[str, str]:
+        """Return the variables of the image that a sandbox does not have: with images none.
+
+        Args:
+            environment: environment of the sandbox; by default the agent's.
+        """
+        environment = environment or self._task.environment
+        if sandbox.HAS_IMAGE:
+            return {}
+        paths = self._paths(sandbox, environment)
+        return await self._in_sandbox(sandbox, self._steps(environment).env, paths)
 
     async def judge(self, sandbox: Sandbox, tests_sandbox: Sandbox | None = None) -> float | dict[str, float]:
         """Run the tests after the agent has ended, and return their reward.
@@ -114,13 +129,14 @@ class HarborAttempt:
             await self._remove_tests(place, paths)
         for folder in self._task.tests_folders:
             await copy_folder(place, folder, "/tests", paths)
-        variables = {**environment.env, **self._task.tests_env}
+        variables = await self.image_variables(place, environment)
         if not place.HAS_IMAGE:  # an agent may have left modules of Python in its own home
             await self._run(place, ["mkdir", "-p", paths.path(TESTS_HOME)])
-            variables = {"HOME": paths.path(TESTS_HOME), **variables}
+            variables["HOME"] = paths.path(TESTS_HOME)
+        variables |= resolve_variables({**environment.env, **self._task.tests_env}, os.environ)
         ended = await place.exec(
             [paths.path("/tests/test.sh")],
-            env=resolve_variables(variables, os.environ),
+            env=variables,
             cwd=self._workdir(place, environment, paths),
             timeout_s=self._task.tests_timeout_s,
         )
@@ -170,13 +186,15 @@ class HarborAttempt:
                 'sandbox has no images; use one that has, such as podman, or say with run_steps="skip" that '
                 'the machine has all of it, or with run_steps="run" that it is run in the sandbox'
             )
-        for folder, command in steps.commands if self._run_steps == "run" else ():
-            timeout_s = self._task.environment.build_timeout_s
+        if not steps.commands or self._run_steps == "skip":
+            return
+        env = await self._in_sandbox(sandbox, {**steps.args, **steps.env}, paths)
+        for folder, command in steps.commands:
             ended = await sandbox.exec(
                 ["/bin/sh", "-c", paths.text(command)],
-                env=steps.env,
+                env=env,
                 cwd=paths.path(folder),
-                timeout_s=timeout_s,
+                timeout_s=self._task.environment.build_timeout_s,
             )
             if ended.status != 0:
                 raise SandboxError(
@@ -195,13 +213,28 @@ class HarborAttempt:
             await asyncio.to_thread(bundle.add_archive, archive, root, inner)
         await bundle.extract(target, "/")
 
-    async def _run(self, sandbox: Sandbox, command: list[str]) -> None:
-        ended = await sandbox.exec(command, cwd="/", timeout_s=self._task.environment.build_timeout_s)
+    async def _in_sandbox(self, sandbox: Sandbox, env: dict[str, str], paths: PathMap) -> dict[str, str]:
+        """Return variables of a Dockerfile with the paths of the sandbox, and its PATH."""
+        variables = {name: paths.text(value) for name, value in env.items()}
+        if any(SANDBOX_PATH in value for value in variables.values()):
+            path = await self._run(sandbox, ["sh", "-c", 'printf %s "$PATH"'])
+            variables = {name: value.replace(SANDBOX_PATH, path) for name, value in variables.items()}
+        return variables
+
+    async def _run(self, sandbox: Sandbox, command: list[str], env: dict[str, str] | None = None) -> str:
+        """Run a program of the preparation; return its output.
+
+        Raises:
+            SandboxError: it failed.
+        """
+        timeout_s = self._task.environment.build_timeout_s
+        ended = await sandbox.exec(command, env=env, cwd="/", timeout_s=timeout_s)
         if ended.status != 0:
             raise SandboxError(
                 f"the sandbox of the task {self._task.name} cannot be prepared: {' '.join(command):.80} "
                 f"ended with status {ended.status}: {_end_of(ended)}"
             )
+        return ended.stdout
 
     def _steps(self, environment: TaskEnvironment) -> BuildSteps:
         dockerfile = environment.dockerfile

@@ -27,7 +27,10 @@ IGNORED = {
     "VOLUME",
 }
 """Instructions without an effect on files or variables."""
-REFERENCE = re.compile(r"\$(?:\{(\w+)\}|(\w+))")
+REFERENCE = re.compile(r"\$(?:(\w+)|\{(\w+)(?::([-+])((?:[^{}]|\$\{[^{}]*\})*))?\})")
+"""`$NAME`, `${NAME}`, `${NAME:-word}` or `${NAME:+word}`; a word may have references too, without words."""
+SANDBOX_PATH = "${PATH}"
+"""Stands in values for the PATH of the sandbox, as PATH has a value in all images."""
 
 
 @dataclass
@@ -36,10 +39,22 @@ class BuildSteps:
 
     workdir: str = "/"
     env: dict[str, str] = field(default_factory=dict)
+    args: dict[str, str] = field(default_factory=dict)
+    """Variables that only the steps have, of ARG. Of a name in both, `env` holds."""
     copies: list[tuple[Path, str]] = field(default_factory=list)
     """Files of the folder, each with its absolute path in the sandbox."""
     commands: list[tuple[str, str]] = field(default_factory=list)
     """Working directory and shell command of each RUN, in order."""
+
+    def expand(self, text: str) -> str:
+        """Return a text with the values of variables; one that is not set is empty."""
+
+        def value_of(match: re.Match[str]) -> str:
+            name, operator, word = match[1] or match[2], match[3], match[4]
+            value = self.env.get(name, self.args.get(name, SANDBOX_PATH if name == "PATH" else ""))
+            return value if operator is None or bool(value) == (operator == "-") else self.expand(word)
+
+        return REFERENCE.sub(value_of, text)
 
 
 def read_build_steps(dockerfile: Path) -> BuildSteps:
@@ -66,13 +81,14 @@ def _take(steps: BuildSteps, name: str, rest: str, folder: Path) -> None:
     if name in IGNORED:
         return
     if name == "FROM":  # a further stage begins; only the last one is the environment
-        steps.workdir, steps.env, steps.copies, steps.commands = "/", {}, [], []
-        return
-    if name == "WORKDIR":
-        steps.workdir = posixpath.join(steps.workdir, _expand(rest.strip("\"'"), steps.env))
-    elif name in ("ENV", "ARG"):
-        for key, value in _pairs(rest):
-            steps.env[key] = _expand(value, steps.env)
+        steps.workdir, steps.env, steps.args, steps.copies, steps.commands = "/", {}, {}, [], []
+    elif name == "WORKDIR":
+        steps.workdir = posixpath.join(steps.workdir, steps.expand(rest.strip("\"'")))
+    elif name == "ENV":  # all values of an instruction refer to the variables before it
+        steps.env |= {key: steps.expand(value) for key, value in _pairs(rest)}
+    elif name == "ARG":
+        words = (word.partition("=") for word in shlex.split(rest))
+        steps.args |= {key: steps.expand(value) for key, equals, value in words if equals}
     elif name == "RUN":
         command = shlex.join(json.loads(rest)) if rest.startswith("[") else rest
         steps.commands.append((steps.workdir, command))
@@ -87,7 +103,7 @@ def _copies(rest: str, steps: BuildSteps, folder: Path) -> list[tuple[Path, str]
     words = json.loads(rest) if rest.startswith("[") else shlex.split(rest)
     if any(word.startswith("--from") for word in words):
         raise DatasetError("COPY --from needs an image; use a sandbox with images, such as podman")
-    *sources, target = [_expand(word, steps.env) for word in words if not word.startswith("--")]
+    *sources, target = [steps.expand(word) for word in words if not word.startswith("--")]
     into_folder = target.endswith("/") or target == "." or len(sources) > 1
     destination = posixpath.normpath(posixpath.join(steps.workdir, target))
     found = []
@@ -113,15 +129,11 @@ def _copies(rest: str, steps: BuildSteps, folder: Path) -> list[tuple[Path, str]
 
 
 def _pairs(rest: str) -> list[tuple[str, str]]:
-    """Return the variables of `ENV a=1 b=2`, `ENV a 1` or `ARG a=1`."""
+    """Return the variables of `ENV a=1 b=2` or `ENV a 1`."""
     words = shlex.split(rest)
     if words and "=" in words[0]:
         return [(key, value) for key, equals, value in (word.partition("=") for word in words) if equals]
     return [(words[0], " ".join(words[1:]))] if len(words) > 1 else []
-
-
-def _expand(text: str, env: dict[str, str]) -> str:
-    return REFERENCE.sub(lambda match: env.get(match[1] or match[2], ""), text)
 
 
 def _instructions(text: str) -> list[tuple[int, str]]:

@@ -195,7 +195,7 @@ class CommandAgent(LitAgent[Any]):
         base, default = (sandbox.workspace, WORK) if isolated else (os.getcwd(), "")
         work = posixpath.join(base, cwd or default)
         facts = HarnessFacts(asked.prompt, work, home, llm.model, llm.endpoint, *self._max_tokens)
-        variables = model_environment(llm, rollout, self._sends_spans)
+        variables = {**asked.image_env, **model_environment(llm, rollout, self._sends_spans)}
         if isolated:
             variables |= home_environment(home)
             configuration = self._preset.configure(facts) if self._preset else None

@@ -77,15 +77,21 @@ class HarborRun:
 
     async def _prepare(self, sandbox: Sandbox) -> HarnessTask:
         workdir = await self._attempts[0].prepare(sandbox)
-        return await self._begin(sandbox) if self._task.steps else self._placed(sandbox, workdir)
+        return await (self._begin(sandbox) if self._task.steps else self._placed(sandbox, workdir))
 
     async def _begin(self, sandbox: Sandbox) -> HarnessTask:
-        return self._placed(sandbox, await self._attempts[len(self._rewards)].begin(sandbox))
+        return await self._placed(sandbox, await self._attempts[len(self._rewards)].begin(sandbox))
 
-    def _placed(self, sandbox: Sandbox, workdir: str) -> HarnessTask:
-        prompt = self._attempts[len(self._rewards)].prompt(sandbox)
+    async def _placed(self, sandbox: Sandbox, workdir: str) -> HarnessTask:
+        attempt = self._attempts[len(self._rewards)]
         # a sandbox in the requirements keeps the files of the agent apart from the runner's
-        return replace(self._requirements(), sandbox=self._spec, cwd=workdir, prompt=prompt)
+        return replace(
+            self._requirements(),
+            sandbox=self._spec,
+            cwd=workdir,
+            prompt=attempt.prompt(sandbox),
+            image_env=await attempt.image_variables(sandbox),
+        )
 
     async def _score(self, sandbox: Sandbox) -> float | dict[str, float]:
         attempt, environment = self._attempts[len(self._rewards)], self._task.tests_environment

@@ -24,6 +24,8 @@ class HarnessTask:
     """Working folder, in the sandbox."""
     env: Mapping[str, str | None] = field(default_factory=dict)
     """Further variables; None removes one."""
+    image_env: Mapping[str, str] = field(default_factory=dict)
+    """Variables of an image that the sandbox does not have. All other variables are stronger."""
     timeout_s: float | None = None
     """Seconds after which the program is ended."""
     scores_timeouts: bool = False

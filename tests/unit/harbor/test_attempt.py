@@ -1,5 +1,6 @@
 """Attempts at Harbor tasks in a sandbox of processes: environment, tests, rewards, artifacts."""
 
+import os
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
@@ -128,6 +129,21 @@ async def test_run_lines_are_an_error_until_they_are_allowed(tmp_path: Path, mak
     broken = make(tmp_path / "broken", dockerfile="FROM x\nRUN echo no >&2; exit 4\n")
     with pytest.raises(SandboxError, match=r"status 4.*no"):
         await attempt(broken, await make_sandbox(), "true", run_steps="run")
+
+
+async def test_the_variables_of_a_dockerfile_are_those_of_its_steps_and_tests(
+    tmp_path: Path, make_sandbox: Callable
+) -> None:
+    tests = "#!/bin/sh\ntool && [ $MODE$LEVEL$STAGE = task2 ] && echo 1 > /logs/verifier/reward.txt\n"
+    toml = '[verifier]\nenv = {MODE = "task"}\n'
+    env = 'ARG STAGE=build\nENV MODE=image LEVEL=2 HOME=/app PATH="/app/bin:$PATH"\n'
+    steps = "RUN mkdir bin && cp $(which true) bin/tool && tool && test $STAGE = build\n"
+    task = make(tmp_path / "task", toml, tests=tests, dockerfile=DOCKERFILE + env + steps)
+    sandbox = await make_sandbox()
+    assert await attempt(task, sandbox, "true", run_steps="run") == 1.0
+    path = f"{sandbox.root}/app/bin:{os.environ['PATH']}"
+    variables = {"MODE": "image", "LEVEL": "2", "HOME": f"{sandbox.root}/app", "PATH": path}
+    assert await HarborAttempt(task).image_variables(sandbox) == variables
 
 
 async def test_an_image_needs_a_sandbox_with_images(tmp_path: Path, make_sandbox: Callable) -> None:

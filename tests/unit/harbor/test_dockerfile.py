@@ -51,6 +51,25 @@ ADD *.txt ${HOME_DIR}/
     ]
 
 
+@pytest.mark.parametrize(
+    ("value", "expanded"),
+    [
+        ("${UNSET:-/app}", "/app"),
+        ("${EMPTY:-$A}", "1"),
+        ("${A:-other}", "1"),
+        ("/x${A:+:${A}}", "/x:1"),
+        ("/x${UNSET:+:${UNSET}}", "/x"),
+        ("$UNSET${B}", "2"),
+        ("/opt/bin:$PATH", "/opt/bin:${PATH}"),
+    ],
+)
+def test_references_to_variables(tmp_path: Path, value: str, expanded: str) -> None:
+    text = f'ARG UNSET B=2\nENV A=1 EMPTY=\nENV A=3 VALUE="{value}"\n'
+    steps = read_build_steps(write(tmp_path, text))
+    assert steps.env == {"A": "3", "EMPTY": "", "VALUE": expanded}
+    assert steps.args == {"B": "2"}
+
+
 def test_only_the_last_stage_counts(tmp_path: Path) -> None:
     text = "FROM a AS build\nENV X=1\nWORKDIR /b\nRUN make\nFROM b\nWORKDIR /app"
     steps = read_build_steps(write(tmp_path, text))

@@ -64,6 +64,23 @@ async def test_any_command_in_a_sandbox_without_images(tmp_path: Path, sandbox: 
         assert (outcome, find_final_reward(spans)) == (Outcome("succeeded"), reward)
 
 
+@pytest.mark.parametrize("sandbox", SANDBOXES)
+async def test_variables_of_the_dockerfile_yield_to_all_others(tmp_path: Path, sandbox: str) -> None:
+    make(tmp_path / "task", toml='[environment]\nenv = {TASK = "task"}\n')
+    with (tmp_path / "task" / "environment" / "Dockerfile").open("a") as file:
+        file.write('ENV FILE=image TASK=image AGENT=image OPENAI_BASE_URL=image PATH="/x/bin:$PATH"\n')
+    (task,) = HarborTasks(tmp_path / "task")
+    script = """
+    echo "$0" > prompt.txt
+    test "$FILE $TASK $AGENT" = "image task agent" && test "$OPENAI_BASE_URL" != image || exit 9
+    case $PATH in /x/bin:/*) echo 42 > answer.txt;; esac
+    """
+    env = {"AGENT": "agent", "TASK": "agent"}
+    command = CommandAgent(["sh", "-c", script, "{prompt}"], sandbox=sandbox, env=env)
+    outcome, spans = await run(command, task)
+    assert (outcome, find_final_reward(spans)) == (Outcome("succeeded"), 1.0)
+
+
 @pytest.mark.slow("CI's step with sandboxes runs it each time")
 async def test_a_container_is_built_from_the_tasks_dockerfile(tmp_path: Path, podman_image: str) -> None:
     (task,) = make(tmp_path / "task", podman_image)
