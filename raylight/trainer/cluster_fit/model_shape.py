@@ -41,6 +41,7 @@ class ModelShape:
         vocabulary: tokens of the vocabulary.
         hidden: size of a hidden state.
         cache_per_token: key and value elements per token, over all layers that keep every token.
+        cache_heads: heads of these, which tensor-parallel workers divide; 1 for latent attention.
         token_activations: bytes of the activations of a token, in float32, about.
         route_bytes: bytes of the routes of a token through a mixture of experts; 0 for other models.
         all_route_bytes: the same with room for the layers without experts, as vLLM keeps them.
@@ -61,6 +62,7 @@ class ModelShape:
     vocabulary: int
     hidden: int
     cache_per_token: int
+    cache_heads: int
     token_activations: int
     route_bytes: int
     all_route_bytes: int
@@ -109,6 +111,7 @@ def read_shape(path: str) -> ModelShape:
         raise ConfigError(f"{path}: {type(model).__name__} has no repeated layers, so FSDP cannot shard it")
     in_layers = {id(param) for layer in layers for param in layer.parameters()}
     output = model.get_output_embeddings()
+    cache_heads, cache_per_head = _cache(text, len(layers))
     return ModelShape(
         architecture=type(model).__name__,
         parameters=count(model),
@@ -121,7 +124,8 @@ def read_shape(path: str) -> ModelShape:
         tied=bool(getattr(text, "tie_word_embeddings", config.tie_word_embeddings)),
         vocabulary=text.vocab_size,
         hidden=text.hidden_size,
-        cache_per_token=_cache_per_token(text, len(layers)),
+        cache_per_token=cache_heads * cache_per_head,
+        cache_heads=cache_heads,
         token_activations=activation_bytes(model),
         route_bytes=route_bytes(model),
         all_route_bytes=route_bytes(model, len(layers)),
@@ -201,17 +205,18 @@ def _layers(model: Any) -> Iterator[nn.Module]:
             yield module
 
 
-def _cache_per_token(text: Any, layers: int) -> int:
-    """Return the elements of keys and values per token. Layers with a bounded state are left out."""
+def _cache(text: Any, layers: int) -> tuple[int, int]:
+    """Return the heads of keys and values, and elements of each per token. Layers with a bounded state are
+    left out."""
     if not hasattr(text, "num_attention_heads"):  # all layers of Mamba have one
-        return 0
+        return 1, 0
     kinds = getattr(text, "layer_types", None) or ["full_attention"] * layers
     full = sum(kind == "full_attention" for kind in kinds)
     if latent := getattr(text, "kv_lora_rank", None):  # multi-head latent attention
-        return full * (latent + text.qk_rope_head_dim)
+        return 1, full * (latent + text.qk_rope_head_dim)
     heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
     size = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
-    return full * 2 * heads * size
+    return heads, full * 2 * size
 
 
 def _deep_layers(vision: object) -> int:

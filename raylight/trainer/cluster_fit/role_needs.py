@@ -30,6 +30,7 @@ from raylight.trainer.cluster_fit.model_shape import (
 )
 from raylight.trainer.cluster_fit.role_memory import EngineMemory, Item, RoleMemory
 from raylight.trainer.spec.settings import ServingSettings
+from raylight.types import JsonObject
 
 FLOAT32 = 4
 """Bytes of a float32."""
@@ -294,7 +295,7 @@ def engine_memory(path: str, shape: ModelShape, config: EngineConfig, gpu_memory
     workers = workers_per_replica(config.args)
     length = min(config.max_model_len, shape.context or config.max_model_len)
     weights = math.ceil(shape.parameters * size / workers)
-    per_token = math.ceil(shape.cache_per_token * size / workers)
+    per_token = _cache_per_token(shape, config.args, size)
     traits = engine_traits(config.kind)
     items = [Item("Python and libraries", traits.process_bytes, "host"), Item("weights", weights)]
     if config.num_gpus:
@@ -327,6 +328,24 @@ def engine_memory(path: str, shape: ModelShape, config: EngineConfig, gpu_memory
         items.append(Item(f"routes of experts, {token} bytes a token", routed * token // workers, "host"))
     processes = most_workers(config)
     return EngineMemory("engine", processes, config.num_gpus, tuple(items), context=length, room=room)
+
+
+def _cache_per_token(shape: ModelShape, args: JsonObject, size: int) -> int:
+    """Return the bytes of a token in the key-value cache of one worker.
+
+    Workers divide heads and layers; a head that is on several has a copy on each, unless they divide its
+    tokens.
+
+    Args:
+        args: the engine's arguments.
+        size: bytes of an element.
+    """
+    tensor, pipeline, context = (
+        int(args.get(f"{kind}_parallel_size", 1)) for kind in ("tensor", "pipeline", "decode_context")
+    )
+    elements = shape.cache_per_token // shape.cache_heads * math.ceil(shape.cache_heads / tensor)
+    layers = math.ceil(shape.layers / pipeline) / shape.layers
+    return math.ceil(elements * layers * size / context)
 
 
 def _vllm_pass(path: str, shape: ModelShape, config: EngineConfig, gpu_memory: int) -> list[Item]:

@@ -17,6 +17,7 @@ from raylight.trainer.cluster_fit.model_shape import (
     read_config,
     read_shape,
 )
+from raylight.trainer.cluster_fit.role_needs import engine_memory
 from raylight.trainer.spec.settings import ServingSettings
 
 H100S = ClusterShape((NodeShape(1000 * GIB, 8, 80 * GIB),))
@@ -60,6 +61,29 @@ def save_mixture(folder, **settings):
         num_key_value_heads=2,
         head_dim=16,
         **settings,
+    ).save_pretrained(folder)
+    return str(folder)
+
+
+def save_latent(folder):
+    """Return the folder of a small configuration with the attention of DeepSeek-V2-Lite."""
+    from transformers import DeepseekV3Config
+
+    DeepseekV3Config(
+        vocab_size=1000,
+        hidden_size=64,
+        intermediate_size=128,
+        moe_intermediate_size=32,
+        num_hidden_layers=4,
+        num_attention_heads=16,
+        num_key_value_heads=16,
+        n_routed_experts=8,
+        n_group=1,
+        topk_group=1,
+        num_experts_per_tok=2,
+        kv_lora_rank=512,
+        q_lora_rank=None,
+        qk_rope_head_dim=64,
     ).save_pretrained(folder)
     return str(folder)
 
@@ -147,6 +171,26 @@ def test_what_vllm_keeps_free_for_a_step_is_not_its_cache(dense):
     assert sum(shares) == int(0.92 * H100S.gpu_memory)
     assert items(max_num_batched_tokens=2048)["activations of a batch"] < kept["activations of a batch"]
     assert "CUDA graphs" not in items(enforce_eager=True)
+
+
+@pytest.mark.parametrize(
+    ("kind", "workers", "per_token"),
+    [
+        ("dense", {"tensor": 4}, 28 * 2 * 1 * 128 * 2),
+        ("dense", {"tensor": 8}, 28 * 2 * 1 * 128 * 2),  # each of the four heads is on two workers
+        ("dense", {"tensor": 8, "decode_context": 2}, 28 * 1 * 128 * 2),
+        ("dense", {"tensor": 2, "pipeline": 3}, 10 * 2 * 2 * 128 * 2),
+        ("latent", {"tensor": 8}, 4 * (512 + 64) * 2),  # the latent is on each worker
+        ("latent", {"tensor": 2, "pipeline": 2}, 2 * (512 + 64) * 2),
+    ],
+)
+def test_workers_divide_the_heads_and_layers_of_the_cache(tmp_path, request, kind, workers, per_token):
+    path = request.getfixturevalue("dense") if kind == "dense" else save_latent(tmp_path)
+    args = {f"{name}_parallel_size": count for name, count in workers.items()}
+    engine = EngineConfig(kind="vllm", num_gpus=1, dtype="bfloat16", max_model_len=4096, args=args)
+    role = engine_memory(path, read_shape(path), engine, 80 * GIB)
+    cache = next(item.size for item in role.items if item.name == "key-value cache")
+    assert role.room == cache // per_token
 
 
 def test_a_teacher_needs_memory_and_gpus(dense):
