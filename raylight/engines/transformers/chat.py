@@ -154,22 +154,25 @@ class _Choice:
     thought: bool = False
     """True once the reasoning is finished."""
 
-    def delta(self, new: Increment, parallel: bool) -> JsonObject:
-        """Return the increment as the `delta` of a chunk."""
-        delta: JsonObject = {} if self.started else {"role": "assistant", "content": ""}
+    def deltas(self, new: Increment, parallel: bool) -> list[JsonObject]:
+        """Return the increment as the `delta` of a chunk, or of several: in each, calls follow the content,
+        which follows the reasoning."""
+        deltas: list[JsonObject] = [{} if self.started else {"role": "assistant", "content": ""}]
         self.started = True
         for piece in self.parser.feed(new.text, new.reason is not None):
             if piece.call is None:
                 self.text[piece.kind] += piece.text
                 name = "reasoning_content" if piece.kind == "reasoning" else "content"
-                delta[name] = delta.get(name, "") + piece.text
+                if "tool_calls" in deltas[-1] or (piece.kind == "reasoning" and deltas[-1].get("content")):
+                    deltas.append({})
+                deltas[-1][name] = deltas[-1].get(name, "") + piece.text
             elif parallel or not self.calls:
-                self._add_call(piece, delta)
+                self._add_call(piece, deltas[-1])
         if self.parser.is_reasoning:
             self.reasoning_tokens = new.first + len(new.ids)
         elif self.parser.reasoned and not self.thought:
             self.thought, self.reasoning_tokens = True, self.reader.count_until(self.end_of_reasoning)
-        return delta
+        return deltas
 
     def _add_call(self, piece: MessagePiece, delta: JsonObject) -> None:
         assert piece.call is not None
@@ -234,7 +237,7 @@ class ChatReply:
         choice = self._choices[index]
         new = choice.reader.read()
         assert new is not None
-        choice.delta(new, self._parallel)
+        choice.deltas(new, self._parallel)
         return {
             "index": index,
             "message": choice.message(),
@@ -248,32 +251,30 @@ class ChatReply:
         first = {"prompt_token_ids": self._prompt} if request.return_token_ids else {}
         async for _ in self.choices.progress():
             for index, choice in enumerate(self._choices):
-                chunk = self._chunk_choice(index, choice)
-                if chunk is not None:
+                for chunk in self._chunk_choices(index, choice):
                     counts = usage_field(request, self._usage)
                     yield {**self._envelope.fields(".chunk"), "choices": [chunk], **counts, **first}
                     first = {}
         if request.includes_usage:
             yield {**self._envelope.fields(".chunk"), "choices": [], "usage": self._usage()}
 
-    def _chunk_choice(self, index: int, choice: _Choice) -> JsonObject | None:
-        """Return a choice's part of a chunk; None if there is nothing to send."""
+    def _chunk_choices(self, index: int, choice: _Choice) -> list[JsonObject]:
+        """Return a choice's parts of the next chunks; the last one has the tokens."""
         new = choice.reader.read()
         if new is None:
-            return None
-        delta = choice.delta(new, self._parallel)
-        if (
-            not delta
-            and new.reason is None
-            and not self._request.logprobs
-            and not self._request.return_token_ids
-        ):
-            return None
-        logprobs = self._logprobs(choice, new)
+            return []
+        *deltas, last = choice.deltas(new, self._parallel)
+        nothing = Increment(new.first, [], "", None, None)
+        parts = [self._part(index, choice, delta, nothing) for delta in deltas]
+        if last or new.reason is not None or self._request.logprobs or self._request.return_token_ids:
+            parts.append(self._part(index, choice, last, new))
+        return parts
+
+    def _part(self, index: int, choice: _Choice, delta: JsonObject, new: Increment) -> JsonObject:
         return {
             "index": index,
             "delta": delta,
-            "logprobs": logprobs,
+            "logprobs": self._logprobs(choice, new),
             **choice.finish_fields(new),
             **self._ids(new),
         }

@@ -2,6 +2,7 @@
 
 import json
 import sys
+from types import SimpleNamespace
 from typing import Any
 
 import openai
@@ -10,7 +11,11 @@ from transformers_helpers import HERMES, THINKING, Brake, MakeEngine, open_conte
 from unit_helpers import within
 
 from raylight.engines.grammar import Grammars
-from raylight.engines.transformers.chat import begin_chat
+from raylight.engines.transformers.chat import _Choice, begin_chat
+from raylight.engines.transformers.message import MessageParser
+from raylight.engines.transformers.reply import Increment
+from raylight.engines.transformers.tools import FORMATS
+from raylight.serving.dialects.answers import BlockReader
 from raylight.types.request_fields import log_dropped
 from unit.engines.transformers.test_app import ask, ask_stream, text_of
 
@@ -86,6 +91,43 @@ async def test_text_before_a_call_comes_while_it_is_sampled(make_engine: MakeEng
                     brake.release()  # sampling goes on only after a part of the text has come
     assert len(texts) > 1
     assert "".join(texts) == "I add."
+
+
+@pytest.mark.parametrize("reasoning", ["", "hm"])
+def test_text_after_a_call_stays_after_it_however_the_answer_is_cut(reasoning: str) -> None:
+    thought = f"<think>{reasoning}</think>" if reasoning else ""
+    text = f"{thought}I add.\n{CALL}\nWaiting now.\n{CALL.replace('1', '2')}\nBye."
+    for cut in range(len(text)):
+        parser = MessageParser(FORMATS["hermes"], {"add": {}}, False if reasoning else None)
+        tokens = SimpleNamespace(count_until=lambda word: 0)
+        choice, reader = _Choice(tokens, parser, ""), BlockReader()  # type: ignore[arg-type]
+        for piece, reason in ((text[:cut], None), (text[cut:], "stop")):
+            for delta in choice.deltas(Increment(0, [], piece, reason, None), True):
+                reader.feed({"id": "x", "model": "m", "choices": [{"delta": delta}]})
+        reader.finish()
+        blocks = [(block.kind, block.text) for block in reader.turn.blocks]
+        assert blocks == [
+            *([("reasoning", reasoning)] if reasoning else []),
+            ("text", "I add."),
+            ("call", '{"a": 1}'),
+            ("text", "Waiting now."),
+            ("call", '{"a": 2}'),
+            ("text", "Bye."),
+        ]
+
+
+async def test_a_call_and_the_text_after_it_are_separate_chunks(make_engine: MakeEngine) -> None:
+    engine = make_caller(make_engine)
+    script(engine, f"{CALL}\nWaiting now.")
+    for how in ({}, {"logprobs": True}):
+        chunks = await ask_stream(engine, tools=[ADD], max_tokens=300, **how)
+        parts = [chunk.choices[0] for chunk in chunks]
+        assert not any(part.delta.tool_calls and part.delta.content for part in parts)
+        assert "".join(part.delta.content or "" for part in parts) == "Waiting now."
+        assert [part.finish_reason for part in parts if part.finish_reason] == ["tool_calls"]
+        if how:
+            words = [item.token for part in parts for item in part.logprobs.content]
+            assert "".join(words).startswith(CALL)
 
 
 async def test_the_sdks_stream_helper_understands_it(make_engine: MakeEngine) -> None:
