@@ -20,5 +20,5 @@ def test_the_mean_advantage_counts_trained_tokens_of_advantage_0(
     advantages = torch.tensor([0.0, 0.0, 0.0, 1.0, 1.0])
     row = replace(make_probe_row(range(6)), mask=torch.tensor(mask), advantages=advantages)
     records = TokenRecords(tmp_path)
-    records.write(1, [record_row(row)], ["a"])
+    records.write(1, [record_row(row, bypass_mode=False)], ["a"])
     assert advantages_of(records, 1, ["a", "b"]) == {"a": mean, "b": None}
