@@ -35,18 +35,20 @@ class TokenRow:
     is none."""
 
     ids: IntArray
-    kind: NDArray[np.int8]
-    trained: NDArray[np.int8]
-    call: NDArray[np.int32]
+    kind: NDArray[np.int8] = field(init=False)
+    trained: NDArray[np.int8] = field(init=False)
+    call: NDArray[np.int32] = field(init=False)
     """Number of the call that sampled the token, from 1 on; 0 for none."""
-    logprob: FloatArray
+    logprob: FloatArray = field(init=False)
     learner_logprob: FloatArray = field(init=False)
-    version: FloatArray
+    version: FloatArray = field(init=False)
     advantage: FloatArray = field(init=False)
 
     def __post_init__(self) -> None:
-        self.learner_logprob = np.full(len(self.ids), np.nan)
-        self.advantage = np.full(len(self.ids), np.nan)
+        size = len(self.ids)
+        self.kind, self.trained = np.zeros((2, size), np.int8)
+        self.call = np.zeros(size, np.int32)
+        self.logprob, self.learner_logprob, self.version, self.advantage = np.full((4, size), np.nan)
 
     def call_starts(self) -> dict[int, int]:
         """Return the position of the first sampled token of each call of the row."""
@@ -87,7 +89,7 @@ def token_rows(
     masked = stale.apply(trajectories) if stale else trajectories
     rows: list[TokenRow] = []
     for index, trajectory in enumerate(masked.rows):
-        rows.append(_empty_row(trajectory.token_ids))
+        rows.append(TokenRow(trajectory.token_ids))
         if index in chosen and finished.rollout.mode != "val":
             rows[-1].trained = trajectory.mask.astype(np.int8)
     in_rows = set()
@@ -96,7 +98,7 @@ def token_rows(
         _enter(rows[position.row], call, position.last_token + 1, numbers[id(call)])
     for call in finished.generations:
         if id(call) not in in_rows:
-            row = _empty_row(call.token_ids)
+            row = TokenRow(call.token_ids)
             _enter(row, call, len(row.ids), numbers[id(call)])
             rows.append(row)
     for row in rows:
@@ -105,18 +107,6 @@ def token_rows(
     if recorded is not None:
         _add_records(rows, recorded)
     return rows
-
-
-def _empty_row(ids: IntArray) -> TokenRow:
-    size = len(ids)
-    return TokenRow(
-        ids,
-        np.zeros(size, np.int8),
-        np.zeros(size, np.int8),
-        np.zeros(size, np.int32),
-        np.full(size, np.nan),
-        np.full(size, np.nan),
-    )
 
 
 def _enter(row: TokenRow, call: Generation, end: int, number: int) -> None:
