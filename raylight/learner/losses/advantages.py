@@ -169,8 +169,6 @@ def compare_spans(teacher: torch.Tensor, own: torch.Tensor) -> dict[str, torch.T
     return {"teacher_log_ratios": ratios.where(teacher != NOT_JUDGED, 0.0), "span_ends": ends}
 
 
-DEFAULTS = {"gamma": 1.0, "lam": 1.0, "norm_adv_by_std": True}
-"""Arguments of an estimator that has no settings for them."""
 OWN_ESTIMATORS: dict[str, Callable[..., object]] = {
     "gdpo": estimate_gdpo,
     "gigpo": estimate_gigpo,
@@ -378,21 +376,21 @@ def _run_estimator(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Call the estimator with the arguments it takes; return advantages and returns (rollouts, tokens)."""
     name, user_function = settings.advantage.name, settings.user_estimator
-    given = DEFAULTS | settings.advantage.model_dump(exclude={"name"})
-    norm_adv_by_std = given.pop("norm_adv_by_std")
+    common: dict[str, Any] = {  # an estimator that has no setting for one gets the default
+        "gamma": getattr(settings.advantage, "gamma", 1.0),
+        "lam": getattr(settings.advantage, "lam", 1.0),
+        "norm_adv_by_std_in_grpo": getattr(settings.advantage, "norm_adv_by_std", True),
+    }
     function = user_function or OWN_ESTIMATORS.get(name)
     function = function or verl.get_adv_estimator_fn(EXACT_EQUIVALENTS.get(name, name))
+    index = np.array(outline.groups, dtype=object)
     arguments: dict[str, object] = {
         "token_level_rewards": rewards.float() if user_function else rewards,
         "response_mask": sequences.mask,
-        "index": np.array(outline.groups, dtype=object),
+        "index": index,
         "lengths": sequences.lengths if outline.lengths is None else torch.tensor(outline.lengths),
-        "gamma": given["gamma"],
-        "lam": given["lam"],
-        "norm_adv_by_std_in_grpo": norm_adv_by_std,
-        "config": verl.AlgoConfig(
-            gamma=given["gamma"], lam=given["lam"], norm_adv_by_std_in_grpo=norm_adv_by_std
-        ),
+        **common,
+        "config": verl.AlgoConfig(**common),
     }
     if "values" in matrices:
         arguments["values"] = matrices["values"]
@@ -421,29 +419,20 @@ def _run_estimator(
         arguments["reward_coef"] = settings.advantage.reward_coef
     if outline.baselines is not None:
         arguments["reward_baselines"] = torch.tensor(outline.baselines, dtype=torch.float64)
-    # verl cannot whiten a single token; two copies of it have the same mean
     single_token = name in WHITENING_ESTIMATORS and sequences.mask.sum() == 1
-    result = function(**select_arguments(function, _duplicate(arguments) if single_token else arguments))
+    if single_token:  # verl cannot whiten it; two copies of it have the same mean
+        tensors = {key: value for key, value in arguments.items() if isinstance(value, torch.Tensor)}
+        arguments |= {key: torch.cat([value, value]) for key, value in tensors.items()}
+        arguments["index"] = np.concatenate([index, index])
+    result = function(**select_arguments(function, arguments))
     advantages, returns = result if isinstance(result, tuple) else (result, result)
     if single_token:
         advantages, returns = advantages[: len(rewards)], returns[: len(rewards)]
     if settings.has_token_baselines:
-        _subtract_mean_rewards(advantages, rewards, sequences.mask, np.array(outline.groups, dtype=object))
+        _subtract_mean_rewards(advantages, rewards, sequences.mask, index)
     _check_result(name, "advantages", advantages, sequences)
     _check_result(name, "returns", returns, sequences)
     return advantages.float(), returns.float()
-
-
-def _duplicate(arguments: dict[str, object]) -> dict[str, object]:
-    """Return the arguments with every rollout twice."""
-    return {
-        name: torch.cat([value, value])
-        if isinstance(value, torch.Tensor)
-        else np.concatenate([value, value])
-        if isinstance(value, np.ndarray)
-        else value
-        for name, value in arguments.items()
-    }
 
 
 def _check_result(name: str, kind: str, matrix: object, sequences: RolloutSequences) -> None:
