@@ -174,11 +174,7 @@ def make_probe_row(ids: Sequence[int]) -> TrainRow:
 
 
 def record_row(row: TrainRow, bypass_mode: bool) -> RowRecord:
-    """Return what an update computed of a row.
-
-    Args:
-        bypass_mode: the old log-probs are the engine's.
-    """
+    """Return what an update computed of a row, whose old log-probs are the engine's in bypass mode."""
     old = None if bypass_mode else row.old_logprobs
     logprobs = old if row.learner_logprobs is None else row.learner_logprobs
     known = torch.full_like(row.engine_logprobs, torch.nan) if logprobs is None else logprobs
