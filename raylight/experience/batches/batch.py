@@ -394,12 +394,12 @@ class _Scorer:
     def score(self, item: FinishedRollout) -> ScoredRollout | None:
         """Return a rollout that may be trained; None leaves it out."""
         rules, counts = self._rules, self._counts
-        tokens = count_sampled(item.generations)
-        reward = rules.rewards.reward(item, self._lengths[item.rollout.rollout_id])
-        if reward is None:
+        tokens, signal = count_sampled(item.generations), rules.rewards.signal(item)
+        if signal is None:
             counts["unscored" if item.rollout.status == "succeeded" else "failed"] += 1
             counts["excluded_tokens"] += tokens
             return None
+        reward = signal - rules.rewards.penalty(self._lengths[item.rollout.rollout_id])
         generations, others = rules.split_calls(item)
         counts["other_agents"] += len(item.generations) - len(generations) - len(others)
         counts["auxiliary_calls"] += len(others)
@@ -417,8 +417,6 @@ class _Scorer:
         calls = []
         if rules.turn_groups is not None:
             calls = build_turns(item, sampled, rules.rewards, reward, rules.turn_groups)
-        signal = rules.rewards.signal(item)
-        signal = reward if signal is None else signal
         compared = rules.rewards.compared(item, sampled.calls, signal)
         if is_masked(item):
             sampled = trajectories = replace(sampled, rows=[])

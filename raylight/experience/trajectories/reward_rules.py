@@ -227,16 +227,14 @@ class RewardRules:
     length_penalty: LengthPenalty | None = None
     turn_gamma: float | None = None
 
-    def reward(self, item: FinishedRollout, tokens: int | None = None) -> float | None:
-        """Return the reward that a rollout is trained with; None leaves it out.
-
-        Args:
-            tokens: sampled tokens of the whole rollout, if `item` is a part of it.
-        """
+    def reward(self, item: FinishedRollout) -> float | None:
+        """Return the reward that a whole rollout is trained with; None leaves it out."""
         signal = self.signal(item)
-        if signal is None or self.length_penalty is None:
-            return signal
-        return signal - self.length_penalty(count_sampled(item.generations) if tokens is None else tokens)
+        return None if signal is None else signal - self.penalty(count_sampled(item.generations))
+
+    def penalty(self, tokens: int) -> float:
+        """Return the penalty of a rollout that sampled so many tokens in all its calls."""
+        return 0.0 if self.length_penalty is None else self.length_penalty(tokens)
 
     def signal(self, item: FinishedRollout) -> float | None:
         """Return the reward by which the rollouts of a group are compared; None leaves the rollout out."""
