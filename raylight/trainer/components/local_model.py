@@ -17,20 +17,15 @@ from raylight.weights.local_replica import LocalReplica
 
 
 class LocalModel(ServedModel):
-    """An engine in this process whose module the learner trains, behind an HTTP server.
-
-    Args:
-        learner: settings of the local learner.
-        others: arguments of `ServedModel`.
-    """
+    """An engine in this process whose module the learner trains, behind an HTTP server."""
 
     is_probed = False  # the server ends only with this process, see `watches`
     _store: StoreClient
+    _learner: LearnerConfig
     _endpoint: Endpoint
 
-    def __init__(self, learner: LearnerConfig, *others: Any) -> None:
-        super().__init__(*others)
-        self._learner = learner
+    def __init__(self, *args: Any, **settings: Any) -> None:
+        super().__init__(*args, **settings)
         self._loaded: asyncio.Future[object] = asyncio.get_running_loop().create_future()
 
     async def open(self, stack: contextlib.AsyncExitStack) -> None:

@@ -254,9 +254,8 @@ class PolicyComponents(RolloutComponents):
 
     def _make_model(self, settings: ServedSettings) -> ServedModel:
         learner = self.training.learner
-        if learner.kind != "local":
-            return ServedModel(self._context, settings.serving, self.store, learner=learner)
-        return LocalModel(learner, self._context, settings.serving, self.store)
+        make = LocalModel if learner.kind == "local" else ServedModel
+        return make(self._context, settings.serving, self.store, learner=learner)
 
     async def _start(self) -> None:
         await self._start_together({"the learners": self.learners.start()})
