@@ -20,6 +20,8 @@ from raylight.sandboxes.file_bundle import FileBundle, pack
 from raylight.sandboxes.sandbox import ExecResult, Sandbox
 
 REWARDS = "/logs/verifier"
+REWARD_FILES = ("reward.json", "reward.txt")
+"""Files that may have the reward, in the order in which they are looked for."""
 TESTS_HOME = "/logs/home"
 """Home folder of the tests in a sandbox without images."""
 LOG_FOLDERS = (REWARDS, "/logs/agent", "/logs/artifacts")
@@ -44,20 +46,38 @@ class HarborAttempt:
     """
 
     def __init__(self, task: HarborTask, run_steps: RunSteps = "error") -> None:
-        self._task = task
+        self.task = task
         self._run_steps = run_steps
 
-    async def prepare(self, sandbox: Sandbox) -> str:
-        """Make the task's environment in a started sandbox.
+    async def prepare(self, sandbox: Sandbox, environment: TaskEnvironment | None = None) -> str:
+        """Make an environment of the task in a started sandbox.
+
+        Args:
+            environment: the environment; by default the agent's.
 
         Returns:
-            the working directory of the agent.
+            its working directory.
 
         Raises:
             ConfigError: the environment is an image, and the sandbox has none.
             SandboxError: a step of the environment failed.
         """
-        return await self._make_environment(sandbox, self._task.environment)
+        environment = environment or self.task.environment
+        paths = self._paths(sandbox, environment)
+        workdir = self._workdir(sandbox, environment, paths)
+        await self._run(sandbox, ["mkdir", "-p", *map(paths.path, LOG_FOLDERS), workdir])
+        if sandbox.HAS_IMAGE:
+            return workdir
+        if environment.image is not None:
+            raise ConfigError(
+                f"the task {self.task.name} starts from the image {environment.image}, and this sandbox has "
+                "no images; use one that has, such as podman"
+            )
+        steps = self._steps(environment)
+        for file, place in steps.copies:
+            await copy_file(sandbox, file, place, paths)
+        await self._run_commands(sandbox, steps, paths)
+        return workdir
 
     async def begin(self, sandbox: Sandbox) -> str:
         """Begin a step in the task's environment: remove the tests of the step before, and add its files.
@@ -68,7 +88,7 @@ class HarborAttempt:
         Raises:
             SandboxError: the step's setup.sh failed.
         """
-        environment, files = self._task.environment, self._task.files
+        environment, files = self.task.environment, self.task.files
         paths = self._paths(sandbox, environment)
         workdir = self._workdir(sandbox, environment, paths)
         await self._remove_tests(sandbox, paths)
@@ -82,7 +102,7 @@ class HarborAttempt:
 
     def prompt(self, sandbox: Sandbox) -> str:
         """Return the instruction, with the paths of the sandbox."""
-        return self._paths(sandbox, self._task.environment).text(self._task.instruction)
+        return self._paths(sandbox, self.task.environment).text(self.task.instruction)
 
     def environment_variables(self) -> dict[str, str]:
         """Return the variables of the agent's environment.
@@ -90,7 +110,7 @@ class HarborAttempt:
         Raises:
             DatasetError: one stands for a variable of this machine that is not set.
         """
-        return resolve_variables(self._task.environment.env, os.environ)
+        return resolve_variables(self.task.environment.env, os.environ)
 
     async def image_variables(
         self, sandbox: Sandbox, environment: TaskEnvironment | None = None
@@ -100,7 +120,7 @@ class HarborAttempt:
         Args:
             environment: environment of the sandbox; by default the agent's.
         """
-        environment = environment or self._task.environment
+        environment = environment or self.task.environment
         if sandbox.HAS_IMAGE:
             return {}
         paths = self._paths(sandbox, environment)
@@ -117,72 +137,54 @@ class HarborAttempt:
             RewardError: the tests took too long, or wrote no reward.
             SandboxError: the tests could not be started.
         """
-        environment = self._task.tests_environment
+        environment = self.task.tests_environment
         if tests_sandbox is None or environment is None:
-            environment, place = self._task.environment, sandbox
+            environment, place = self.task.environment, sandbox
         else:
             place = tests_sandbox
-            await self._make_environment(place, environment)
+            await self.prepare(place, environment)
             await self._carry_artifacts(sandbox, place)
         paths = self._paths(place, environment)
-        if self._task.tests_folders:
+        if self.task.tests_folders:
             await self._remove_tests(place, paths)
-        for folder in self._task.tests_folders:
+        for folder in self.task.tests_folders:
             await copy_folder(place, folder, "/tests", paths)
         variables = await self.image_variables(place, environment)
         if not place.HAS_IMAGE:  # an agent may have left modules of Python in its own home
             await self._run(place, ["mkdir", "-p", paths.path(TESTS_HOME)])
             variables["HOME"] = paths.path(TESTS_HOME)
-        variables |= resolve_variables({**environment.env, **self._task.tests_env}, os.environ)
+        variables |= resolve_variables({**environment.env, **self.task.tests_env}, os.environ)
         ended = await place.exec(
             [paths.path("/tests/test.sh")],
             env=variables,
             cwd=self._workdir(place, environment, paths),
-            timeout_s=self._task.tests_timeout_s,
+            timeout_s=self.task.tests_timeout_s,
         )
         return await self._read_reward(place, paths, ended)
 
     async def _remove_tests(self, place: Sandbox, paths: PathMap) -> None:
         """Remove files that the agent may have left at the paths of the tests and their reward."""
-        left = ("/tests", TESTS_HOME, *(f"{REWARDS}/{name}" for name in READERS))
+        left = ("/tests", TESTS_HOME, *(f"{REWARDS}/{name}" for name in REWARD_FILES))
         await self._run(place, ["rm", "-rf", *map(paths.path, left)])
 
     async def _read_reward(
         self, place: Sandbox, paths: PathMap, ended: ExecResult
     ) -> float | dict[str, float]:
         if ended.timed_out:
-            reason = f"were ended after {self._task.tests_timeout_s:g} s ([verifier].timeout_sec)"
+            reason = f"were ended after {self.task.tests_timeout_s:g} s ([verifier].timeout_sec)"
         else:
-            for name, read in READERS.items():
+            for name in REWARD_FILES:
                 with contextlib.suppress(FileNotFoundError):
-                    return read(await place.read(paths.path(f"{REWARDS}/{name}")))
+                    return read_reward(name, await place.read(paths.path(f"{REWARDS}/{name}")))
             reason = f"ended with status {ended.status} and wrote no {REWARDS}/reward.json or reward.txt"
         raise RewardError(
-            f"the tests of the task {self._task.name} {reason}. "
-            f"Their output ends: {_end_of(ended) or 'empty'}"
+            f"the tests of the task {self.task.name} {reason}. Their output ends: {_end_of(ended) or 'empty'}"
         )
-
-    async def _make_environment(self, sandbox: Sandbox, environment: TaskEnvironment) -> str:
-        paths = self._paths(sandbox, environment)
-        steps = self._steps(environment)
-        folders = [*map(paths.path, LOG_FOLDERS), self._workdir(sandbox, environment, paths)]
-        await self._run(sandbox, ["mkdir", "-p", *folders])
-        if sandbox.HAS_IMAGE:
-            return self._workdir(sandbox, environment, paths)
-        if environment.image is not None:
-            raise ConfigError(
-                f"the task {self._task.name} starts from the image {environment.image}, and this sandbox has "
-                "no images; use one that has, such as podman"
-            )
-        for file, place in steps.copies:
-            await copy_file(sandbox, file, place, paths)
-        await self._run_commands(sandbox, steps, paths)
-        return self._workdir(sandbox, environment, paths)
 
     async def _run_commands(self, sandbox: Sandbox, steps: BuildSteps, paths: PathMap) -> None:
         if steps.commands and self._run_steps == "error":
             raise ConfigError(
-                f"the Dockerfile of the task {self._task.name} runs {steps.commands[0][1]!r:.80}, and this "
+                f"the Dockerfile of the task {self.task.name} runs {steps.commands[0][1]!r:.80}, and this "
                 'sandbox has no images; use one that has, such as podman, or say with run_steps="skip" that '
                 'the machine has all of it, or with run_steps="run" that it is run in the sandbox'
             )
@@ -194,18 +196,18 @@ class HarborAttempt:
                 ["/bin/sh", "-c", paths.text(command)],
                 env=env,
                 cwd=paths.path(folder),
-                timeout_s=self._task.environment.build_timeout_s,
+                timeout_s=self.task.environment.build_timeout_s,
             )
             if ended.status != 0:
                 raise SandboxError(
-                    f"a step of the Dockerfile of the task {self._task.name} ended with status "
+                    f"a step of the Dockerfile of the task {self.task.name} ended with status "
                     f"{ended.status}: {command!r:.80}. Its output ends: {_end_of(ended)}"
                 )
 
     async def _carry_artifacts(self, source: Sandbox, target: Sandbox) -> None:
         """Copy only the artifacts from the agent's sandbox to the tests' sandbox."""
         bundle, root = FileBundle(), target.root or "/"
-        for path in ("/logs/artifacts", *self._task.artifacts):
+        for path in ("/logs/artifacts", *self.task.artifacts):
             inner = posixpath.normpath(path.lstrip("/"))
             if (await source.exec(["test", "-e", f"{source.root}/{inner}"])).status != 0:
                 continue  # an agent that made no artifact is judged without it
@@ -227,11 +229,11 @@ class HarborAttempt:
         Raises:
             SandboxError: it failed.
         """
-        timeout_s = self._task.environment.build_timeout_s
+        timeout_s = self.task.environment.build_timeout_s
         ended = await sandbox.exec(command, env=env, cwd="/", timeout_s=timeout_s)
         if ended.status != 0:
             raise SandboxError(
-                f"the sandbox of the task {self._task.name} cannot be prepared: {' '.join(command):.80} "
+                f"the sandbox of the task {self.task.name} cannot be prepared: {' '.join(command):.80} "
                 f"ended with status {ended.status}: {_end_of(ended)}"
             )
         return ended.stdout
@@ -249,7 +251,7 @@ class HarborAttempt:
     def _paths(self, sandbox: Sandbox, environment: TaskEnvironment) -> PathMap:
         steps = self._steps(environment)
         named = [environment.workdir or "/", steps.workdir, *(place for _, place in steps.copies)]
-        return PathMap(sandbox.root, [*TEST_FOLDERS, *named, *self._task.artifacts])
+        return PathMap(sandbox.root, [*TEST_FOLDERS, *named, *self.task.artifacts])
 
 
 def _end_of(ended: ExecResult) -> str:
@@ -326,39 +328,28 @@ async def copy_file(sandbox: Sandbox, file: Path, place: str, paths: PathMap) ->
     await sandbox.write(paths.path(place), paths.content(content), executable=executable)
 
 
-def read_json_reward(content: bytes) -> float | dict[str, float]:
-    """Return the number, or the numbers by name with the primary one first.
+def read_reward(name: str, content: bytes) -> float | dict[str, float]:
+    """Return the number of a reward file, or in JSON the numbers by name with the primary one first.
 
     Raises:
-        RewardError: it is not JSON, empty, or has a value that is not a finite number.
+        RewardError: it has another content, or a value that is not a finite number.
     """
+    is_json = name.endswith(".json")
     try:
-        value = json.loads(content)
-    except ValueError as error:
+        value = json.loads(content) if is_json else float(content)
+    except ValueError:
         raise RewardError(
-            f"reward.json of the tests is not JSON ({error}); it has {content[:80]!r}"
+            f"{name} of the tests is not {'JSON' if is_json else 'a number'}; it has {content[:80]!r}; "
+            "write a number"
         ) from None
     if not isinstance(value, dict):
-        return _number(value, "reward.json")
+        return _number(value, name)
     if not value:
         raise RewardError(
-            'reward.json of the tests is empty; write a number, or an object such as {"reward": 1}'
+            f'{name} of the tests is empty; write a number, or an object such as {{"reward": 1}}'
         )
-    names = sorted(value, key=lambda name: name != PRIMARY)  # the order of the file otherwise
-    return {name: _number(value[name], f"{name} in reward.json") for name in names}
-
-
-def read_text_reward(content: bytes) -> float:
-    """Return the number of reward.txt.
-
-    Raises:
-        RewardError: it is not a finite number.
-    """
-    try:
-        value = float(content.decode())
-    except ValueError:
-        raise RewardError(f"reward.txt of the tests has {content[:80]!r}; write a number") from None
-    return _number(value, "reward.txt")
+    names = sorted(value, key=lambda key: key != PRIMARY)  # the order of the file otherwise
+    return {key: _number(value[key], f"{key} in {name}") for key in names}
 
 
 def mean_rewards(rewards: Sequence[float | dict[str, float]]) -> float | dict[str, float]:
@@ -374,7 +365,3 @@ def _number(value: object, place: str) -> float:
     if not isinstance(value, int | float) or not math.isfinite(value):
         raise RewardError(f"the reward of the tests, {place}, is {value!r:.80}; write a finite number")
     return float(value)
-
-
-READERS = {"reward.json": read_json_reward, "reward.txt": read_text_reward}
-"""Files that may have the reward, in the order in which they are looked for."""

@@ -62,47 +62,47 @@ class HarborRun:
 
     def _requirements(self) -> HarnessTask:
         """Return the requirements of the next step, whose paths are not known."""
-        step, attempt = self._step(), self._attempts[len(self._rewards)]
         return HarnessTask(
-            prompt=step.instruction,
-            env=attempt.environment_variables(),
-            timeout_s=step.agent_timeout_s,
+            prompt=self._attempt.task.instruction,
+            env=self._attempt.environment_variables(),
+            timeout_s=self._attempt.task.agent_timeout_s,
             scores_timeouts=True,
             score=self._score,
             follow=self._follow,
         )
 
-    def _step(self) -> HarborTask:
-        return (self._task.steps or (self._task,))[len(self._rewards)]
+    @property
+    def _attempt(self) -> HarborAttempt:
+        """The next step."""
+        return self._attempts[len(self._rewards)]
 
     async def _prepare(self, sandbox: Sandbox) -> HarnessTask:
         workdir = await self._attempts[0].prepare(sandbox)
         return await (self._begin(sandbox) if self._task.steps else self._placed(sandbox, workdir))
 
     async def _begin(self, sandbox: Sandbox) -> HarnessTask:
-        return await self._placed(sandbox, await self._attempts[len(self._rewards)].begin(sandbox))
+        return await self._placed(sandbox, await self._attempt.begin(sandbox))
 
     async def _placed(self, sandbox: Sandbox, workdir: str) -> HarnessTask:
-        attempt = self._attempts[len(self._rewards)]
         # a sandbox in the requirements keeps the files of the agent apart from the runner's
         return replace(
             self._requirements(),
             sandbox=self._spec,
             cwd=workdir,
-            prompt=attempt.prompt(sandbox),
-            image_env=await attempt.image_variables(sandbox),
+            prompt=self._attempt.prompt(sandbox),
+            image_env=await self._attempt.image_variables(sandbox),
         )
 
     async def _score(self, sandbox: Sandbox) -> float | dict[str, float]:
-        attempt, environment = self._attempts[len(self._rewards)], self._task.tests_environment
+        environment = self._task.tests_environment
         if environment is None:
-            self._rewards.append(await attempt.judge(sandbox))
+            self._rewards.append(await self._attempt.judge(sandbox))
         else:
             async with contextlib.AsyncExitStack() as stack:
                 tests_sandbox = (await _sandbox_for(self._spec, self._task, environment)).create()
                 stack.push_async_callback(tests_sandbox.stop)
                 await tests_sandbox.start()
-                self._rewards.append(await attempt.judge(sandbox, tests_sandbox))
+                self._rewards.append(await self._attempt.judge(sandbox, tests_sandbox))
         if len(self._attempts) == 1 or self._task.reward_strategy == "final":
             return self._rewards[-1]
         return mean_rewards(self._rewards)
