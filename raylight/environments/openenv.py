@@ -266,7 +266,10 @@ class OpenEnvSession:
 
     async def action_schema(self) -> JsonObject:
         """Return the JSON schema of the environment's actions."""
-        async with self._failures(), self._http.get(f"{self._url}/schema") as response:
+        async with (
+            failures(self._url, self._timeout_s),
+            self._http.get(f"{self._url}/schema") as response,
+        ):
             found = await response.json(content_type=None) if response.status == 200 else None
         action = found.get("action") if isinstance(found, dict) else None
         if not isinstance(action, dict):
@@ -302,7 +305,7 @@ class OpenEnvSession:
             raise EnvironmentServerError(
                 f"the {kind} of the OpenEnv server {self._url} needs JSON, and got {data!r:.200}: {error}"
             ) from None
-        async with self._failures():
+        async with failures(self._url, self._timeout_s):
             await self._socket.send_str(message)
             frame = await self._socket.receive()
         return self._read("observation" if kind in ("reset", "step") else kind, frame)
@@ -352,20 +355,15 @@ class OpenEnvSession:
                 f"{SPOKEN}"
             ) from None
 
-    @contextlib.asynccontextmanager
-    async def _failures(self) -> AsyncIterator[None]:
-        with failures(self._url, self._timeout_s):
-            async with asyncio.timeout(self._timeout_s):
-                yield
 
-
-@contextlib.contextmanager
-def failures(url: str, timeout_s: float) -> Any:
-    """Convert the errors of connections in a block."""
+@contextlib.asynccontextmanager
+async def failures(url: str, timeout_s: float) -> AsyncIterator[None]:
+    """Limit the time of a block, and convert its errors of connections."""
     import aiohttp
 
     try:
-        yield
+        async with asyncio.timeout(timeout_s):
+            yield
     except TimeoutError:
         raise EnvironmentUnavailableError(
             f"the OpenEnv server {url} did not answer within {timeout_s:g} s; the attempt is retried. Raise "
@@ -408,14 +406,11 @@ async def open_session(
     import aiohttp
 
     async with aiohttp.ClientSession(headers=headers) as http:
-        with failures(url, timeout_s):
-            async with asyncio.timeout(timeout_s):
-                socket = await http.ws_connect(
-                    f"{url}/ws",
-                    max_msg_size=MAX_MESSAGE,
-                    heartbeat=20.0,
-                    timeout=aiohttp.ClientWSTimeout(ws_close=CLOSE_S),
-                )
+        async with failures(url, timeout_s):
+            closing = aiohttp.ClientWSTimeout(ws_close=CLOSE_S)
+            socket = await http.ws_connect(
+                f"{url}/ws", max_msg_size=MAX_MESSAGE, heartbeat=20.0, timeout=closing
+            )
         async with socket:
             session = OpenEnvSession(url, http, socket, timeout_s)
             yield session
