@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from raylight.agent.decorators import FunctionalLitAgent
@@ -77,40 +78,33 @@ def environment(
     return FunctionalLitAgent(rollouts, trained_agents=trained_agents)
 
 
+@dataclass(frozen=True, eq=False)
 class EnvironmentRollouts:
     """Rollout function of `environment`, which has the arguments' meaning."""
 
-    def __init__(
-        self,
-        *,
-        factories: dict[Any, Factory],
-        schemas: dict[object, list[JsonObject]],
-        max_turns: int,
-        reward: Callable[[Any, Messages], object] | None,
-        sampling: JsonObject,
-        tool_timeout_s: float,
-        max_result: int,
-    ) -> None:
-        names = [getattr(factory, "__name__", repr(factory)) for factory in factories.values()]
-        self.__name__ = f"environment({', '.join(names)})"
-        self._factories = factories
-        self._schemas = schemas
-        self._max_turns = max_turns
-        self._reward = reward
-        self._sampling = sampling
-        self._tool_timeout_s = tool_timeout_s
-        self._max_result = max_result
+    factories: dict[Any, Factory]
+    schemas: dict[object, list[JsonObject]]
+    max_turns: int
+    reward: Callable[[Any, Messages], object] | None
+    sampling: JsonObject
+    tool_timeout_s: float
+    max_result: int
+
+    @property
+    def __name__(self) -> str:
+        names = [getattr(factory, "__name__", repr(factory)) for factory in self.factories.values()]
+        return f"environment({', '.join(names)})"
 
     async def __call__(self, task: Any, llm: LLM) -> dict[str, float]:
         """Run one rollout; return its rewards by name."""
         name, row = self._choose(task)
-        live = LiveEnvironment(self._schemas[name], self._tool_timeout_s, self._max_result)
+        live = LiveEnvironment(self.schemas[name], self.tool_timeout_s, self.max_result)
         try:
-            await live.start(self._factories[name])
+            await live.start(self.factories[name])
             observation = await live.call("reset", row)
             messages = first_messages(row, observation)
-            end = await run_tool_loop(llm, messages, live, max_turns=self._max_turns, sampling=self._sampling)
-            return await live.read_reward(self._reward, end.messages)
+            end = await run_tool_loop(llm, messages, live, max_turns=self.max_turns, sampling=self.sampling)
+            return await live.read_reward(self.reward, end.messages)
         finally:
             await live.close()
 
@@ -122,11 +116,11 @@ class EnvironmentRollouts:
                 "reset receives as keyword arguments"
             )
         row = dict(task)
-        if None in self._factories:
+        if None in self.factories:
             return None, row
         name = row.pop("environment", None)
-        if name not in self._factories:
-            known = ", ".join(map(repr, self._factories))
+        if name not in self.factories:
+            known = ", ".join(map(repr, self.factories))
             raise DatasetError(
                 f"the column 'environment' of a task is {name!r:.80}; rl.environments.environment has {known}"
             )
