@@ -10,6 +10,7 @@ import json
 import re
 import secrets
 from dataclasses import dataclass
+from statistics import fmean
 from typing import Any
 
 from raylight.types import JsonObject
@@ -84,14 +85,10 @@ def score_instructions(row: Row, message: Any) -> dict[str, float]:
     found = process_results(row, [message.content or ""])
     return {
         "prompt_strict": float(found["prompt_level_strict_acc"]),
-        "instruction_strict": _mean(found["inst_level_strict_acc"]),
+        "instruction_strict": fmean(found["inst_level_strict_acc"]),
         "prompt_loose": float(found["prompt_level_loose_acc"]),
-        "instruction_loose": _mean(found["inst_level_loose_acc"]),
+        "instruction_loose": fmean(found["inst_level_loose_acc"]),
     }
-
-
-def _mean(followed: list[bool]) -> float:
-    return sum(followed) / len(followed)
 
 
 def score_code(row: Row, message: Any) -> Check:
