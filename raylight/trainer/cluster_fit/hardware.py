@@ -429,6 +429,9 @@ def workload(folder: Path, policy: PolicySettings | None, learner: LearnerConfig
         models = 1 if policy.critic is None else 2
         reference = frozen if policy.needs_reference and not adapted else 0
         kept = (models * (frozen if adapted else KEPT_BYTES) + reference) * parameters
+        for teacher in policy.local_teachers:
+            others = count_parameters(Path(teacher))
+            kept = None if kept is None or others is None else kept + frozen * others
     overlaps, config = policy is not None and policy.max_staleness > 0, _language_config(folder)
     packs = can_pack(config) and _packs_images(folder)
     return Workload(longest_sequence(folder), kept, overlaps, packs, keeps_state(config))

@@ -262,6 +262,10 @@ def test_the_workload_counts_what_learners_keep(tmp_path: Path) -> None:
     with_reference = rl.GRPO(model="m", kl_coef=0.1, max_staleness=1).policy_settings()
     assert workload(tmp_path, with_reference, LearnerConfig()) == Workload(77, 18 * 107, True)
     assert workload(tmp_path, rl.PPO(model="m").policy_settings(), LearnerConfig()).kept_bytes == 32 * 107
+    distilled = plain.with_local_teachers([str(tmp_path), str(tmp_path)])
+    assert workload(tmp_path, distilled, LearnerConfig()).kept_bytes == (16 + 2 + 2) * 107
+    unknown = plain.with_local_teachers([str(tmp_path), str(tmp_path / "none")])
+    assert workload(tmp_path, unknown, LearnerConfig()).kept_bytes is None
 
 
 @pytest.mark.parametrize(
