@@ -123,14 +123,14 @@ def _roles(run: PlannedRun, shape: ModelShape, cluster: ClusterShape) -> list[Ro
     ]
 
 
-def _teacher(teacher: ServingSettings, cluster: ClusterShape) -> RoleMemory:
+def _teacher(teacher: ServingSettings, cluster: ClusterShape) -> EngineMemory:
     path, engine, shape = teacher.model_path, teacher.engine, read_shape(teacher.model_path)
     memory = engine_memory(path, shape, engine, cluster.gpu_memory)
     items = memory.items
     if not engine_traits(engine.kind).scores_by_sampling:
         logits = LOGIT_COPIES * FLOAT32 * memory.context * shape.vocabulary
-        items += (Item("logits of a row", logits, grows=True),)
-    return RoleMemory("teacher", memory.processes, memory.gpus, items)
+        items += (Item("logits of a row", logits, grows=True, stays=True),)
+    return replace(memory, role="teacher", items=items)
 
 
 def _shortages(run: PlannedRun, shape: ModelShape, cluster: ClusterShape, at_peak: bool) -> list[Shortage]:
@@ -138,15 +138,16 @@ def _shortages(run: PlannedRun, shape: ModelShape, cluster: ClusterShape, at_pea
     found = find_shortages(roles, cluster, at_peak=at_peak, take_turns=run.engine.sleep_while_learning)
     for role in roles:
         if isinstance(role, EngineMemory) and role.room is not None and role.room < role.context:
+            args = "engine.args" if role.role == "engine" else "args of its TeacherConfig"
             found.append(
                 Shortage(
                     "key-value cache",
-                    f"engine: no room for one sequence of {role.context:,} tokens after the weights; give "
-                    "it more memory (engine.args.gpu_memory_utilization), more GPUs "
-                    "(engine.args.tensor_parallel_size), or lower engine.max_model_len",
+                    f"{role.role}: no room for one sequence of {role.context:,} tokens after the weights; "
+                    f"give it more memory (gpu_memory_utilization in {args}), more GPUs "
+                    f"(tensor_parallel_size in {args}), or lower engine.max_model_len",
                 )
             )
-    return found
+    return list(dict.fromkeys(found))
 
 
 def _remedies(run: PlannedRun, shape: ModelShape, cluster: ClusterShape, at_peak: bool) -> tuple[str, ...]:

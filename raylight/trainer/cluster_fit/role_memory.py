@@ -5,7 +5,7 @@ An item is on the role's device, or in host memory. Without a GPU everything is 
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 Place = Literal["device", "host"]
@@ -64,10 +64,14 @@ class RoleMemory:
         """Remark for the report."""
         return ""
 
-    @property
-    def idle(self) -> int:
-        """Bytes on the device while another role computes on it."""
-        return sum(item.size for item in self.items if item.stays and item.place == "device")
+    def idle(self, *, growing: bool = True) -> int:
+        """Return the bytes of one process on its device while another role computes there.
+
+        Args:
+            growing: as for `total`.
+        """
+        kept = tuple(item for item in self.items if item.stays)
+        return replace(self, items=kept).total("device", growing=growing)
 
 
 @dataclass(frozen=True)

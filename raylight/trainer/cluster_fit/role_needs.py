@@ -297,10 +297,11 @@ def engine_memory(path: str, shape: ModelShape, config: EngineConfig, gpu_memory
     weights = math.ceil(shape.parameters * size / workers)
     per_token = _cache_per_token(shape, config.args, size)
     traits = engine_traits(config.kind)
+    sleeps = config.sleep_while_learning and traits.sleep_arg and config.args.get(traits.sleep_arg)
     items = [Item("Python and libraries", traits.process_bytes, "host"), Item("weights", weights)]
     if config.num_gpus:
         items.append(Item("CUDA context", GPU_CONTEXT, stays=True))
-        if config.sleep_while_learning and traits.sleep_arg:
+        if sleeps:
             items.append(Item("weights during sleep", weights, "host"))
     if traits.memory_arg and config.num_gpus:
         share = float(config.args.get(traits.memory_arg, VLLM_MEMORY_SHARE))
@@ -326,8 +327,13 @@ def engine_memory(path: str, shape: ModelShape, config: EngineConfig, gpu_memory
     if routed and traits.routes_arg and config.args.get(traits.routes_arg):
         token = shape.all_route_bytes if traits.routes_every_layer else shape.route_bytes
         items.append(Item(f"routes of experts, {token} bytes a token", routed * token // workers, "host"))
-    processes = most_workers(config)
-    return EngineMemory("engine", processes, config.num_gpus, tuple(items), context=length, room=room)
+    held = tuple(items) if sleeps else _all_stay(items)
+    return EngineMemory("engine", most_workers(config), config.num_gpus, held, context=length, room=room)
+
+
+def _all_stay(items: Iterable[Item]) -> tuple[Item, ...]:
+    """Return the memory of a process that never frees it for another one on its GPU."""
+    return tuple(replace(item, stays=True) for item in items)
 
 
 def _cache_per_token(shape: ModelShape, args: JsonObject, size: int) -> int:
@@ -377,7 +383,7 @@ def reward_model_memory(model: ServingSettings) -> RoleMemory:
     width = LAYER_COPIES * text.hidden_size + 3 * getattr(text, "intermediate_size", 4 * text.hidden_size)
     tokens = max(engine.args["max_batch_tokens"], engine.max_model_len)
     items.append(Item("activations of a batch", tokens * width * size, grows=True))
-    return RoleMemory("reward model", engine.replicas, engine.num_gpus, tuple(items))
+    return RoleMemory("reward model", engine.replicas, engine.num_gpus, _all_stay(items))
 
 
 @functools.lru_cache(maxsize=8)

@@ -120,8 +120,9 @@ def _missing_device_memory(node: PlacedNode, at_peak: bool, take_turns: bool) ->
 
 def _turn(held: Sequence[RoleMemory], index: int, at_peak: bool) -> tuple[list[RoleMemory], int]:
     """Return the roles that take memory of a GPU while one of them computes, and their bytes."""
-    role, idle = held[index], [other for i, other in enumerate(held) if i != index and other.idle]
-    return [role, *idle], role.total("device", growing=at_peak) + sum(other.idle for other in idle)
+    role, idle = held[index], {i: other.idle(growing=at_peak) for i, other in enumerate(held) if i != index}
+    needed = role.total("device", growing=at_peak) + sum(idle.values())
+    return [role, *(held[i] for i, size in idle.items() if size)], needed
 
 
 def _missing_host(node: PlacedNode, at_peak: bool) -> Iterator[Shortage]:

@@ -207,6 +207,48 @@ def test_a_teacher_needs_memory_and_gpus(dense):
     assert not plan.shortages
 
 
+def test_a_teacher_without_room_for_a_sequence_does_not_fit(dense, mixture):
+    half = {"gpu_memory_utilization": 0.5}  # 12 GiB of memory for 14 GiB of weights
+    engine = EngineConfig(kind="vllm", num_gpus=1, dtype="bfloat16", max_model_len=4096, args=half)
+    run = replace(planned(mixture), teachers=(ServingSettings(dense, engine),) * 2)
+    (shortage,) = make_plan(run, ClusterShape((NodeShape(1000 * GIB, 10, 24 * GIB),))).shortages
+    assert shortage.message.startswith("teacher: no room for one sequence of 4,096 tokens")
+    assert "gpu_memory_utilization in args of its TeacherConfig" in shortage.message
+
+
+@pytest.mark.parametrize(
+    ("sleeps", "args", "idle"),
+    [
+        (True, {"enable_sleep_mode": True}, False),
+        (True, {}, True),
+        (False, {"enable_sleep_mode": True}, True),
+    ],
+)
+def test_only_engines_that_sleep_free_their_memory(dense, sleeps, args, idle):
+    engine = EngineConfig(
+        kind="vllm",
+        num_gpus=0.4,
+        dtype="bfloat16",
+        max_model_len=2048,
+        sleep_while_learning=sleeps,
+        args=args,
+    )
+    run = replace(planned(dense), engine=engine)
+    role = make_plan(run, H100S).roles[1]
+    assert (role.idle() == role.total("device")) == idle
+    assert ("weights during sleep" in {item.name for item in role.items}) != idle
+
+
+def test_teachers_and_reward_models_keep_their_memory(dense):
+    scoring = EngineConfig(num_gpus=0.2, dtype="bfloat16", args={"max_batch_tokens": 4096})
+    teacher = EngineConfig(kind="transformers", num_gpus=0.2, dtype="bfloat16", max_model_len=2048)
+    model = ServingSettings(dense, teacher)
+    run = replace(planned(dense), teachers=(model,), reward_models=(replace(model, engine=scoring),))
+    for role in make_plan(run, H100S).roles[2:4]:
+        assert role.idle() == role.total("device") > 14 * GIB
+        assert role.idle(growing=False) == role.total("device", growing=False) < role.idle()
+
+
 def test_a_teacher_on_the_learners_ranks_needs_memory_there(dense):
     run = planned(dense)
     settings = PolicySettings(adv_estimator="opd", divergence="js").with_local_teachers([dense])
@@ -306,7 +348,7 @@ def test_offloaded_weights_are_on_the_gpu_while_they_compute(dense):
     )
     assert offloaded.total("device") == kept.total("device")
     assert offloaded.total("host") == kept.total("host") + 12 * 7_615_616_512 // 4
-    assert (kept.idle > 20 * GIB, offloaded.idle < 2 * GIB) == (True, True)
+    assert (kept.idle() > 20 * GIB, offloaded.idle() < 2 * GIB) == (True, True)
 
 
 def test_remedies_leave_gpus_to_engines_and_keep_groups_of_ranks(dense):

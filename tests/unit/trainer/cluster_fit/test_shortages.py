@@ -55,6 +55,14 @@ def test_what_an_idle_role_keeps_counts_while_the_other_computes():
     assert find_shortages([learner, engine], cluster(1, 1, 90), take_turns=True) == []
 
 
+def test_roles_that_keep_their_memory_count_in_full_in_each_turn():
+    learner, engine = role(gpus=0.4, device=50), role("engine", gpus=0.2, device=40)
+    teacher = RoleMemory("teacher", 2, 0.2, (Item("weights", 10 * GIB, stays=True),))
+    (shortage,) = find_shortages([learner, engine, teacher], cluster(1, 1, 70), take_turns=True)
+    assert shortage.message.startswith("learner and teacher and teacher: 70.0 GiB on each GPU")
+    assert find_shortages([learner, engine, teacher], cluster(1, 1, 74), take_turns=True) == []
+
+
 def test_a_part_of_a_gpu_is_left_for_fragmentation():
     assert kinds([role(gpus=1, device=79)], cluster(1, 1, 80)) == ["GPU memory"]
 
