@@ -99,108 +99,205 @@ def read_task(folder: str | os.PathLike[str]) -> HarborTask:
         DatasetError: a file is missing or damaged. UnsupportedTaskError: the task needs what raylight does
             not have.
     """
-    folder = Path(folder).resolve()
-    settings = _read_toml(folder / "task.toml")
-    agent, tests = _table(folder, settings, "agent"), _table(folder, settings, "verifier")
-    name = str(_table(folder, settings, "task").get("name", folder.name))
-    entries = settings.get("steps")
-    if not entries:
-        return _read_part(folder, settings, name, folder, agent, tests)
-    if not isinstance(entries, list) or not all(isinstance(entry, dict) for entry in entries):
-        raise DatasetError(f"the task {folder}: steps is {entries!r:.80}; write a [[steps]] table for each")
-    steps = tuple(_read_step(folder, settings, entry, agent, tests) for entry in entries)
-    strategy = settings.get("multi_step_reward_strategy", "mean")
-    if strategy not in ("mean", "final"):
-        raise DatasetError(
-            f"the task {folder}: multi_step_reward_strategy is {strategy!r}; give mean or final"
-        )
-    return replace(steps[0], name=name, files=None, min_rewards={}, steps=steps, reward_strategy=strategy)
+    return _TaskReader(Path(folder).resolve()).read()
 
 
-def _read_step(
-    folder: Path,
-    settings: JsonObject,
-    entry: JsonObject,
-    agent: JsonObject,
-    tests: JsonObject,
-) -> HarborTask:
-    """Read a step, whose settings precede the task's."""
-    name = entry.get("name")
-    place = folder / "steps" / str(name)
-    if not isinstance(name, str) or Path(name).name != name or not place.is_dir():
-        raise DatasetError(f"the task {folder} has no folder of the step {name!r:.80}; add steps/NAME")
-    own_agent, own_tests = _table(folder, entry, "agent"), _table(folder, entry, "verifier")
-    tests = {**tests, **own_tests, "env": {**_variables(folder, tests), **_variables(folder, own_tests)}}
-    if entry.get("healthcheck"):
-        raise _unsupported(folder, "a health check of a step")
-    if tests.get("environment") is not None or tests.get("environment_mode") == "separate":
-        raise _unsupported(folder, "steps whose tests have a separate environment")
-    step = _read_part(folder, settings, name, place, {**agent, **own_agent}, tests)
-    files = place / "workdir"
-    return replace(
-        step,
-        files=files if files.is_dir() else None,
-        min_rewards=_min_rewards(folder, entry.get("min_reward")),
-    )
+class _TaskReader:
+    """Reader of one task's folder. All methods raise the errors of `read_task`."""
 
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._settings = _read_toml(folder / "task.toml")
 
-def _min_rewards(folder: Path, value: Any) -> dict[str, float]:
-    """Return the smallest rewards of a step by name: a number stands for the reward that counts."""
-    least = {} if value is None else value if isinstance(value, dict) else {PRIMARY: value}
-    for reward in least.values():
-        if isinstance(reward, bool) or not isinstance(reward, int | float):
+    def read(self) -> HarborTask:
+        agent, tests = self._table(self._settings, "agent"), self._table(self._settings, "verifier")
+        name = str(self._table(self._settings, "task").get("name", self._folder.name))
+        entries = self._settings.get("steps")
+        if not entries:
+            return self._read_part(name, self._folder, agent, tests)
+        if not isinstance(entries, list) or not all(isinstance(entry, dict) for entry in entries):
+            raise self._error(f"steps is {entries!r:.80}; write a [[steps]] table for each")
+        steps = tuple(self._read_step(entry, agent, tests) for entry in entries)
+        strategy = self._settings.get("multi_step_reward_strategy", "mean")
+        if strategy not in ("mean", "final"):
+            raise self._error(f"multi_step_reward_strategy is {strategy!r}; give mean or final")
+        return replace(steps[0], name=name, files=None, min_rewards={}, steps=steps, reward_strategy=strategy)
+
+    def _read_step(self, entry: JsonObject, agent: JsonObject, tests: JsonObject) -> HarborTask:
+        """Read a step, whose settings precede the task's."""
+        name = entry.get("name")
+        place = self._folder / "steps" / str(name)
+        if not isinstance(name, str) or Path(name).name != name or not place.is_dir():
             raise DatasetError(
-                f"the task {folder}: min_reward of a step is {value!r:.80}; give a number, or a number for "
-                "each name of a reward"
+                f"the task {self._folder} has no folder of the step {name!r:.80}; add steps/NAME"
             )
-    return least
+        own_agent, own_tests = self._table(entry, "agent"), self._table(entry, "verifier")
+        tests = {**tests, **own_tests, "env": {**self._variables(tests), **self._variables(own_tests)}}
+        if entry.get("healthcheck"):
+            raise self._unsupported("a health check of a step")
+        if tests.get("environment") is not None or tests.get("environment_mode") == "separate":
+            raise self._unsupported("steps whose tests have a separate environment")
+        step = self._read_part(name, place, {**agent, **own_agent}, tests)
+        files = place / "workdir"
+        least = self._min_rewards(entry.get("min_reward"))
+        return replace(step, files=files if files.is_dir() else None, min_rewards=least)
 
+    def _min_rewards(self, value: Any) -> dict[str, float]:
+        """Return the smallest rewards of a step by name: a number stands for the reward that counts."""
+        least = {} if value is None else value if isinstance(value, dict) else {PRIMARY: value}
+        for reward in least.values():
+            if isinstance(reward, bool) or not isinstance(reward, int | float):
+                raise self._error(
+                    f"min_reward of a step is {value!r:.80}; give a number, or a number for each name of a "
+                    "reward"
+                )
+        return least
 
-def _read_part(
-    folder: Path,
-    settings: JsonObject,
-    name: str,
-    place: Path,
-    agent: JsonObject,
-    tests: JsonObject,
-) -> HarborTask:
-    """Read a task of one step, or a step.
+    def _read_part(self, name: str, place: Path, agent: JsonObject, tests: JsonObject) -> HarborTask:
+        """Read a task of one step, or a step.
 
-    Args:
-        place: folder of the instruction and of tests that precede the task's.
-    """
-    instruction = _read_text(place / "instruction.md")
-    environment = _environment(folder, _table(folder, settings, "environment"), folder / "environment", agent)
-    if environment.image is None and environment.folder is None:
-        raise DatasetError(
-            f"the task {folder} has neither environment/ nor [environment].docker_image; add one"
+        Args:
+            place: folder of the instruction and of tests that precede the task's.
+        """
+        folder, table = self._folder, self._table(self._settings, "environment")
+        instruction = _read_text(place / "instruction.md")
+        environment = self._environment(table, folder / "environment", agent)
+        if environment.image is None and environment.folder is None:
+            raise DatasetError(
+                f"the task {folder} has neither environment/ nor [environment].docker_image; add one"
+            )
+        for phase, section in ((agent, "agent"), (tests, "verifier")):
+            if phase.get("user") not in (None, "root", 0):
+                raise self._unsupported(f"[{section}].user = {phase['user']!r}")
+        if tests.get("collect"):
+            raise self._unsupported("[[verifier.collect]]")
+        tests_environment, bundled = self._tests_environment(tests, environment)
+        if tests_environment is None and self._network(table, tests) != environment.network:
+            raise self._unsupported("tests with another network than the agent's in one environment")
+        folders = tuple(dict.fromkeys(path for path in (folder / "tests", place / "tests") if path.is_dir()))
+        if not bundled and not any((path / "test.sh").is_file() for path in folders):
+            raise DatasetError(
+                f"the task {folder} has no tests/test.sh; write the script that judges the result"
+            )
+        return HarborTask(
+            folder=folder,
+            name=name,
+            instruction=strip_canary(instruction),
+            environment=environment,
+            agent_timeout_s=self._seconds(agent, "timeout_sec", None),
+            tests_timeout_s=self._seconds(tests, "timeout_sec", 600.0) or 600.0,
+            tests_env=self._variables(tests),
+            tests_environment=tests_environment,
+            tests_folders=() if bundled else folders,
+            artifacts=self._artifacts(),
+            metadata=self._table(self._settings, "metadata"),
         )
-    for table, section in ((agent, "agent"), (tests, "verifier")):
-        if table.get("user") not in (None, "root", 0):
-            raise _unsupported(folder, f"[{section}].user = {table['user']!r}")
-    if tests.get("collect"):
-        raise _unsupported(folder, "[[verifier.collect]]")
-    tests_environment, bundled = _tests_environment(folder, settings, tests, environment)
-    if tests_environment is None and _network(folder, _table(folder, settings, "environment"), tests) != (
-        environment.network
-    ):
-        raise _unsupported(folder, "tests with another network than the agent's in one environment")
-    folders = tuple(dict.fromkeys(path for path in (folder / "tests", place / "tests") if path.is_dir()))
-    if not bundled and not any((path / "test.sh").is_file() for path in folders):
-        raise DatasetError(f"the task {folder} has no tests/test.sh; write the script that judges the result")
-    return HarborTask(
-        folder=folder,
-        name=name,
-        instruction=strip_canary(instruction),
-        environment=environment,
-        agent_timeout_s=_seconds(folder, agent, "timeout_sec", None),
-        tests_timeout_s=_seconds(folder, tests, "timeout_sec", 600.0) or 600.0,
-        tests_env=_variables(folder, tests),
-        tests_environment=tests_environment,
-        tests_folders=() if bundled else folders,
-        artifacts=_artifacts(folder, settings),
-        metadata=_table(folder, settings, "metadata"),
-    )
+
+    def _environment(self, table: JsonObject, files: Path, phase: JsonObject) -> TaskEnvironment:
+        for key, thing in UNSUPPORTED_ENVIRONMENT.items():
+            if table.get(key):
+                raise self._unsupported(f"{thing} ([environment].{key})")
+        if str(table.get("os", "linux")).lower() != "linux":
+            raise self._unsupported(f"the operating system {table['os']!r}")
+        if any((files / name).exists() for name in ("docker-compose.yaml", "docker-compose.yml")):
+            raise self._unsupported("several containers (docker-compose.yaml)")
+        image = table.get("docker_image")
+        if image is not None and not isinstance(image, str):
+            raise self._error(f"docker_image is {image!r:.80}; give the name of an image")
+        return TaskEnvironment(
+            image=image or None,
+            folder=files if files.is_dir() else None,
+            workdir=table.get("workdir"),
+            env=self._variables(table),
+            memory_mb=self._megabytes(table, "memory"),
+            storage_mb=self._megabytes(table, "storage"),
+            network=self._network(table, phase),
+            build_timeout_s=self._seconds(table, "build_timeout_sec", 600.0) or 600.0,
+        )
+
+    def _tests_environment(
+        self, tests: JsonObject, agents: TaskEnvironment
+    ) -> tuple[TaskEnvironment | None, bool]:
+        """Return the environment of tests that do not run in the agent's, and True if its image has them."""
+        own = tests.get("environment")
+        mode = tests.get("environment_mode") or ("separate" if own is not None else "shared")
+        if mode not in ("shared", "separate") or (mode == "shared" and own is not None):
+            raise self._error(
+                f"environment_mode is {mode!r}; give shared or separate, and separate with "
+                "[verifier.environment]"
+            )
+        if mode == "shared":
+            return None, False
+        table = self._table(self._settings, "environment") if own is None else own
+        has_image = own is not None and bool(own.get("docker_image"))
+        if has_image or (self._folder / "tests" / "Dockerfile").is_file():
+            table = dict(table) if has_image else {**table, "docker_image": None}
+            return self._environment(table, self._folder / "tests", tests), True
+        environment = self._environment(table, self._folder / "environment", tests)
+        return replace(environment, image=agents.image, folder=agents.folder), False
+
+    def _network(self, table: Mapping[str, object], phase: Mapping[str, object]) -> bool:
+        mode = phase.get("network_mode") or table.get("network_mode")
+        if mode is None and table.get("allow_internet") is not None:
+            mode = "public" if table["allow_internet"] else "no-network"
+        if mode == "allowlist":
+            raise self._unsupported('network_mode = "allowlist"')
+        if mode not in (None, "public", "no-network"):
+            raise self._error(f"network_mode is {mode!r}; give public or no-network")
+        return mode != "no-network"
+
+    def _artifacts(self) -> tuple[str, ...]:
+        paths = []
+        for entry in self._settings.get("artifacts", []):
+            source = entry.get("source") if isinstance(entry, dict) else entry
+            if not isinstance(source, str) or ".." in Path(source).parts:
+                raise self._error(f"the artifact {entry!r:.80} is not a path without '..'")
+            if isinstance(entry, dict) and entry.get("service") not in (None, "main"):
+                raise self._unsupported("artifacts of another container")
+            paths.append(source)
+        return tuple(paths)
+
+    def _megabytes(self, table: Mapping[str, object], name: str) -> int | None:
+        value = table.get(f"{name}_mb")
+        if value is None and (text := table.get(name)) is not None:  # the older form, such as "2G"
+            match = SIZE.fullmatch(str(text).strip())
+            if match is None:
+                raise self._error(f"{name} is {text!r}; give a size such as 512M or 2G")
+            value = float(match[1]) * MB_OF_UNIT[match[2].upper()]
+        if value is None:
+            return None
+        if not isinstance(value, int | float) or isinstance(value, bool) or value <= 0:
+            raise self._error(f"{name}_mb is {value!r}; give megabytes above 0")
+        return int(value)
+
+    def _seconds(self, table: Mapping[str, object], key: str, default: float | None) -> float | None:
+        value = table.get(key, default)
+        if value is not None and (
+            not isinstance(value, int | float) or isinstance(value, bool) or value <= 0
+        ):
+            raise self._error(f"{key} is {value!r}; give seconds above 0")
+        return None if value is None else float(value)
+
+    def _variables(self, table: Mapping[str, object]) -> dict[str, str]:
+        env = table.get("env", {})
+        if not isinstance(env, dict) or not all(isinstance(value, str) for value in env.values()):
+            raise self._error(f"env is {env!r:.80}; give a table of texts")
+        return env
+
+    def _table(self, settings: Mapping[str, object], name: str) -> JsonObject:
+        table = settings.get(name, {})
+        if not isinstance(table, dict):
+            raise self._error(f"[{name}] of task.toml is {table!r:.80}; make it a table")
+        return table
+
+    def _unsupported(self, thing: str) -> UnsupportedTaskError:
+        return UnsupportedTaskError(
+            f"the task {self._folder} needs {thing}, which raylight does not support; leave it out by "
+            "HarborTasks(..., skip_unsupported=True)"
+        )
+
+    def _error(self, problem: str) -> DatasetError:
+        return DatasetError(f"the task {self._folder}: {problem}")
 
 
 def strip_canary(text: str) -> str:
@@ -235,109 +332,6 @@ def resolve_variables(variables: Mapping[str, str], source: Mapping[str, str]) -
     return resolved
 
 
-def _environment(folder: Path, table: JsonObject, files: Path, phase: JsonObject) -> TaskEnvironment:
-    for key, thing in UNSUPPORTED_ENVIRONMENT.items():
-        if table.get(key):
-            raise _unsupported(folder, f"{thing} ([environment].{key})")
-    if str(table.get("os", "linux")).lower() != "linux":
-        raise _unsupported(folder, f"the operating system {table['os']!r}")
-    if any((files / name).exists() for name in ("docker-compose.yaml", "docker-compose.yml")):
-        raise _unsupported(folder, "several containers (docker-compose.yaml)")
-    image = table.get("docker_image")
-    if image is not None and not isinstance(image, str):
-        raise DatasetError(f"the task {folder}: docker_image is {image!r:.80}; give the name of an image")
-    return TaskEnvironment(
-        image=image or None,
-        folder=files if files.is_dir() else None,
-        workdir=table.get("workdir"),
-        env=_variables(folder, table),
-        memory_mb=_megabytes(folder, table, "memory"),
-        storage_mb=_megabytes(folder, table, "storage"),
-        network=_network(folder, table, phase),
-        build_timeout_s=_seconds(folder, table, "build_timeout_sec", 600.0) or 600.0,
-    )
-
-
-def _tests_environment(
-    folder: Path, settings: JsonObject, tests: JsonObject, agents: TaskEnvironment
-) -> tuple[TaskEnvironment | None, bool]:
-    """Return the environment of tests that do not run in the agent's, and True if its image has them."""
-    own = tests.get("environment")
-    mode = tests.get("environment_mode") or ("separate" if own is not None else "shared")
-    if mode not in ("shared", "separate") or (mode == "shared" and own is not None):
-        raise DatasetError(
-            f"the task {folder}: environment_mode is {mode!r}; give shared or separate, and separate with "
-            "[verifier.environment]"
-        )
-    if mode == "shared":
-        return None, False
-    table = _table(folder, settings, "environment") if own is None else own
-    has_image = own is not None and bool(own.get("docker_image"))
-    if has_image or (folder / "tests" / "Dockerfile").is_file():
-        table = dict(table) if has_image else {**table, "docker_image": None}
-        return _environment(folder, table, folder / "tests", tests), True
-    environment = _environment(folder, table, folder / "environment", tests)
-    return replace(environment, image=agents.image, folder=agents.folder), False
-
-
-def _network(folder: Path, table: Mapping[str, object], phase: Mapping[str, object]) -> bool:
-    mode = phase.get("network_mode") or table.get("network_mode")
-    if mode is None and table.get("allow_internet") is not None:
-        mode = "public" if table["allow_internet"] else "no-network"
-    if mode == "allowlist":
-        raise _unsupported(folder, 'network_mode = "allowlist"')
-    if mode not in (None, "public", "no-network"):
-        raise DatasetError(f"the task {folder}: network_mode is {mode!r}; give public or no-network")
-    return mode != "no-network"
-
-
-def _artifacts(folder: Path, settings: JsonObject) -> tuple[str, ...]:
-    paths = []
-    for entry in settings.get("artifacts", []):
-        source = entry.get("source") if isinstance(entry, dict) else entry
-        if not isinstance(source, str) or ".." in Path(source).parts:
-            raise DatasetError(f"the task {folder}: the artifact {entry!r:.80} is not a path without '..'")
-        if isinstance(entry, dict) and entry.get("service") not in (None, "main"):
-            raise _unsupported(folder, "artifacts of another container")
-        paths.append(source)
-    return tuple(paths)
-
-
-def _megabytes(folder: Path, table: Mapping[str, object], name: str) -> int | None:
-    value = table.get(f"{name}_mb")
-    if value is None and (text := table.get(name)) is not None:  # the older form, such as "2G"
-        match = SIZE.fullmatch(str(text).strip())
-        if match is None:
-            raise DatasetError(f"the task {folder}: {name} is {text!r}; give a size such as 512M or 2G")
-        value = float(match[1]) * MB_OF_UNIT[match[2].upper()]
-    if value is None:
-        return None
-    if not isinstance(value, int | float) or isinstance(value, bool) or value <= 0:
-        raise DatasetError(f"the task {folder}: {name}_mb is {value!r}; give megabytes above 0")
-    return int(value)
-
-
-def _seconds(folder: Path, table: Mapping[str, object], key: str, default: float | None) -> float | None:
-    value = table.get(key, default)
-    if value is not None and (not isinstance(value, int | float) or isinstance(value, bool) or value <= 0):
-        raise DatasetError(f"the task {folder}: {key} is {value!r}; give seconds above 0")
-    return None if value is None else float(value)
-
-
-def _variables(folder: Path, table: Mapping[str, object]) -> dict[str, str]:
-    env = table.get("env", {})
-    if not isinstance(env, dict) or not all(isinstance(value, str) for value in env.values()):
-        raise DatasetError(f"the task {folder}: env is {env!r:.80}; give a table of texts")
-    return env
-
-
-def _table(folder: Path, settings: Mapping[str, object], name: str) -> JsonObject:
-    table = settings.get(name, {})
-    if not isinstance(table, dict):
-        raise DatasetError(f"the task {folder}: [{name}] of task.toml is {table!r:.80}; make it a table")
-    return table
-
-
 def _read_toml(path: Path) -> JsonObject:
     try:
         return tomllib.loads(_read_text(path))
@@ -354,10 +348,3 @@ def _read_text(path: Path) -> str:
         ) from None
     except (OSError, UnicodeDecodeError) as error:
         raise DatasetError(f"{path} cannot be read: {error}") from None
-
-
-def _unsupported(folder: Path, thing: str) -> UnsupportedTaskError:
-    return UnsupportedTaskError(
-        f"the task {folder} needs {thing}, which raylight does not support; leave it out by "
-        "HarborTasks(..., skip_unsupported=True)"
-    )
