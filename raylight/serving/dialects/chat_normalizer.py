@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import hashlib
+import logging
 import operator
 import re
 import uuid
@@ -19,6 +20,8 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from raylight.http.errors import RequestError
 from raylight.types import JsonObject, Tokenizer
 from raylight.types.request_fields import log_dropped
+
+logger = logging.getLogger(__name__)
 
 TOOL_NAME = re.compile(r"[A-Za-z0-9_.-]{1,128}")
 """Names that at least one provider accepts."""
@@ -181,6 +184,10 @@ class SystemMessages:
             return [{**named[found[0]], "content": text}, *rest]
         return messages if all(new is old for new, old in zip(named, messages, strict=True)) else named
 
+    def takes(self, variables: JsonObject) -> bool:
+        """True if the template renders a message with these variables."""
+        return bool(self._render([_message("user", "u")], add_generation_prompt=True, **variables))
+
     @functools.cached_property
     def _takes_later(self) -> bool:
         """True if the template shows a system message after an answer."""
@@ -199,10 +206,10 @@ class SystemMessages:
             return True
         return FIRST not in self._render([_message("system", FIRST), _message("user", "u")])
 
-    def _render(self, messages: list[dict[str, str]]) -> str:
+    def _render(self, messages: list[dict[str, str]], **variables: Any) -> str:
         """Return the rendered text; "" if the template raises."""
         try:
-            return str(self._tokenizer.apply_chat_template(messages, tokenize=False))
+            return str(self._tokenizer.apply_chat_template(messages, tokenize=False, **variables))
         except Exception:  # a template is the model authors' program and may raise anything
             return ""
 
@@ -228,6 +235,8 @@ VARIABLES = frozenset({"reasoning_effort", "verbosity", "enable_thinking", "thin
 """Variables under which chat templates read them."""
 GENERATION_TAG = re.compile(r"\{%-?\s*(?:end)?generation\s*-?%\}")
 """Tag of transformers around the assistant's text, which jinja2 alone does not parse."""
+EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
+"""Efforts of reasoning, from the least."""
 UNREAD = "this model's chat template does not read"
 CACHE_HINT = "cache_control"
 """Hint for a provider's prompt cache."""
@@ -245,7 +254,9 @@ class ChatNormalizer:
     - Messages of developers become messages of the system, in places where the template takes them.
     - `reasoning_effort` (also as `reasoning.effort`), `verbosity`, `thinking` and `enable_thinking` reach the
       chat template under the name that it reads. A setting that it does not read is dropped, which is
-      logged once. `thinking.budget_tokens` becomes `thinking_token_budget`, which engines read.
+      logged once. The effort `none`, and any effort of a template that reads none, sets `enable_thinking`.
+      An effort that the template refuses becomes the nearest that it takes, which is logged once.
+    - `thinking.budget_tokens` becomes `thinking_token_budget`, which engines read.
 
     Args:
         template: the model's chat template. None: the model runs elsewhere, and gets these settings as the
@@ -291,10 +302,16 @@ class ChatNormalizer:
             if enabled is not None and not self._set(variables, ("enable_thinking", "thinking"), enabled):
                 log_dropped(client_name(field), UNREAD)
         for field, effort in _efforts(body).items():
-            if effort is not None and "reasoning_effort" in self._read:
-                kept.setdefault("reasoning_effort", effort)  # engines have a field for it
-            elif effort is None or not self._set(variables, ("enable_thinking",), effort != "none"):
+            is_read = effort is not None and "reasoning_effort" in self._read
+            as_switch = effort == "none" or (effort is not None and not is_read)
+            if as_switch and self._set(variables, ("enable_thinking",), effort != "none"):
+                continue
+            if not is_read:
                 log_dropped(client_name(field), UNREAD)
+                continue
+            if (nearest := self._nearest_effort(effort)) != effort:
+                _log_replaced(client_name(field), effort, nearest)
+            kept.setdefault("reasoning_effort", nearest)  # engines have a field for it
         if (budget := _thinking_budget(body)) is not None:
             kept.setdefault("thinking_token_budget", budget)
         verbosity = body.get("verbosity")
@@ -304,12 +321,37 @@ class ChatNormalizer:
             kept.pop("chat_template_kwargs")
         return kept | ({"chat_template_kwargs": variables} if variables else {})
 
+    @functools.cached_property
+    def _taken_efforts(self) -> tuple[str, ...]:
+        """Efforts that the template takes; all if no template can be rendered."""
+        if (system := self._system) is None:
+            return EFFORTS
+        fixed = {"enable_thinking": True} if "enable_thinking" in self._read else {}
+        return tuple(e for e in EFFORTS if system.takes({**fixed, "reasoning_effort": e})) or EFFORTS
+
+    def _nearest_effort(self, effort: object) -> object:
+        """Return an effort that the template takes, of two the higher one; the same for an unknown effort."""
+        taken = self._taken_efforts
+        if not isinstance(effort, str) or effort not in EFFORTS or effort in taken:
+            return effort
+        place = EFFORTS.index
+        reasoning = [one for one in taken if one != "none"]
+        return min(reasoning or [effort], key=lambda one: (abs(place(one) - place(effort)), -place(one)))
+
     def _set(self, variables: JsonObject, names: tuple[str, ...], value: object) -> bool:
         """Set the first of some variables that the template reads; return False if it reads none of them."""
         name = next((name for name in names if name in self._read), None)
         if name is not None:
             variables.setdefault(name, value)
         return name is not None
+
+
+@functools.cache
+def _log_replaced(field: str, effort: object, nearest: object) -> None:
+    """Log, once for each process, an effort that the template refuses."""
+    logger.warning(
+        "a request has %s=%r, which this model's chat template refuses; it gets %r", field, effort, nearest
+    )
 
 
 def effort_as_variable(body: JsonObject) -> JsonObject:

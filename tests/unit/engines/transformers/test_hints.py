@@ -23,7 +23,7 @@ HI: Any = [{"role": "user", "content": "hi"}]
     [
         ("chat", {}, "hi"),
         ("chat", {"reasoning_effort": "low", "verbosity": "high"}, "hi effort=low verbosity=high"),
-        ("chat", {"reasoning": {"effort": "none"}}, "hi effort=none"),
+        ("chat", {"reasoning": {"effort": "none"}}, "hi think=False"),
         ("chat", {"enable_thinking": False}, "hi think=False"),
         ("chat", {"chat_template_kwargs": {"enable_thinking": True}}, "hi think=True"),
         (

@@ -4,9 +4,10 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from template_helpers import make_tokenizer
 
 from raylight.http.errors import RequestError
-from raylight.serving.dialects.chat_normalizer import ChatNormalizer
+from raylight.serving.dialects.chat_normalizer import ChatNormalizer, _log_replaced
 from raylight.types.request_fields import log_dropped
 
 PLAIN = "{% for message in messages %}{{ message.content }} about verbosity and thinking{% endfor %}"
@@ -20,6 +21,12 @@ GPT_OSS = (
     + "{% endgeneration %}{% continue %}{% endfor %}{% set enable_thinking = true %}{{ enable_thinking }}"
 )
 
+QWEN_3_8 = (
+    "{%- if enable_thinking is undefined or enable_thinking is true %}"
+    "{%- if reasoning_effort|default('xhigh') not in ('xhigh', 'medium', 'low') %}"
+    "{{- raise_exception('Unexpected reasoning effort') }}{% endif %}{% endif %}" + PLAIN
+)
+
 
 def chat(**fields: Any) -> dict[str, Any]:
     return {"model": "policy", "messages": [{"role": "user", "content": "hi"}], **fields}
@@ -31,9 +38,11 @@ def tool(name: str = "add", **fields: Any) -> dict[str, Any]:
 
 @pytest.fixture(autouse=True)
 def _fresh_log() -> Iterator[None]:
-    log_dropped.cache_clear()
+    for once in (log_dropped, _log_replaced):
+        once.cache_clear()
     yield
-    log_dropped.cache_clear()
+    for once in (log_dropped, _log_replaced):
+        once.cache_clear()
 
 
 @pytest.mark.parametrize("template", [None, PLAIN, QWEN])
@@ -103,6 +112,34 @@ def test_a_setting_that_the_template_does_not_read_is_dropped_and_logged_once(
         assert normalizer.normalize(chat(**given)) == chat()
     (message,) = caplog.messages
     assert f"the field {field}, which this model's chat template does not read" in message
+
+
+@pytest.mark.parametrize(
+    ("given", "effort"),
+    [
+        *(("minimal", "low"), ("low", "low"), ("medium", "medium"), ("high", "xhigh"), ("xhigh", "xhigh")),
+        *(("max", "xhigh"), ("none", None), ("odd", "odd"), (["low"], ["low"])),
+    ],
+)
+def test_an_effort_that_the_template_refuses_becomes_the_nearest(given: Any, effort: Any) -> None:
+    """Qwen 3.8 takes three efforts, and reads `enable_thinking` too."""
+    normalizer = ChatNormalizer(QWEN_3_8, make_tokenizer(QWEN_3_8))
+    expected = (
+        {"reasoning_effort": effort} if effort else {"chat_template_kwargs": {"enable_thinking": False}}
+    )
+    for asked in ({"reasoning_effort": given}, {"reasoning": {"effort": given}}):
+        assert normalizer.normalize(chat(**asked)) == chat(**expected)
+
+
+def test_a_replaced_effort_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
+    template = QWEN_3_8.replace("enable_thinking", "other")
+    for _ in range(2):
+        normalizer = ChatNormalizer(template, make_tokenizer(template))
+        assert normalizer.normalize(chat(reasoning_effort="none")) == chat(reasoning_effort="low")
+    (message,) = caplog.messages
+    assert message == (
+        "a request has reasoning_effort='none', which this model's chat template refuses; it gets 'low'"
+    )
 
 
 def test_reasoning_without_an_effort_leaves_the_effort_of_the_request() -> None:
