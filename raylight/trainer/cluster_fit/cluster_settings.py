@@ -212,13 +212,16 @@ def plan_settings(
             f"there are no ranks to plan for with learner.kind={learner.kind!r}; a local learner's memory is "
             "shown, and checked, when its run starts"
         )
-    model_path, kind = resolve_model(algorithm.model), _planned_engine(requested.engine, cluster)
+    model_path, engine = resolve_model(algorithm.model), requested.engine
+    kind = _planned_engine(engine, cluster)
     if not engine_traits(kind).loads_model:
         raise ConfigError(
             f"the memory of the engine {kind!r:.100} is not known, and a plan does not import it; plan with "
             f"--set engine.kind={' or '.join(model_engines())}"
         )
-    requested = replace(requested, engine=requested.engine.model_copy(update={"kind": kind}))
+    requested = replace(requested, engine=engine.model_copy(update={"kind": kind}))
+    if engine.kind == "auto":
+        engine = engine.model_copy(update={"kind": choose_engine(engine)})
     teachers = plan_teachers(algorithm, model_path)
     algorithm = algorithm.with_teachers({name: one.config for name, one in teachers.items()})
     settings = TrainedSettings(
@@ -232,7 +235,7 @@ def plan_settings(
         store_path="",
         resources={},
         reward_models=plan_reward_models(group_reward),
-        serving=ServingSettings(model_path, requested.engine),
+        serving=ServingSettings(model_path, engine),
         training=TrainingSettings(algorithm, learner, requested.checkpoint, "", 0, None, teachers),
     )
     settings, _ = fit_placed(settings, requested, PlannedFacts(cluster))
@@ -240,13 +243,15 @@ def plan_settings(
 
 
 def _planned_engine(engine: EngineConfig, cluster: ClusterShape) -> str:
-    """Return the engine of a run on a cluster. GPU nodes other than this machine are expected to have vLLM,
-    as `cluster.yaml` installs it."""
+    """Return the engine that a run has on the cluster's GPUs, or on CPUs without GPUs. GPU nodes other than
+    this machine are expected to have vLLM, as `cluster.yaml` installs it."""
     if engine.kind != "auto":
         return engine.kind
-    if cluster.gpus and not this_machine().gpus and engine.url is None:
+    if cluster.gpus and "num_gpus" not in engine.model_fields_set:
+        engine = engine.model_copy(update={"num_gpus": 1})
+    if cluster.gpus and engine.num_gpus and not this_machine().gpus and engine.url is None:
         return "vllm"
-    return choose_engine(engine.model_copy(update={"num_gpus": 1}) if cluster.gpus else engine)
+    return choose_engine(engine)
 
 
 def _with_parts(settings: TrainedSettings, engine: EngineConfig, learner: LearnerConfig) -> TrainedSettings:

@@ -101,15 +101,17 @@ def fit_engine(
 
     Args:
         hardware: the part of the cluster that no teacher or reward model takes.
-        requested: the user's settings of the engine, whose kind may be "auto".
+        requested: the user's settings of the engine, whose kind may be "auto"; else it is the one on GPUs.
         learner, policy: None for a fixed model.
 
     Raises:
         ConfigError: learners and engines do not fit on the GPUs.
     """
-    own_kind = serving.engine.kind
-    on_gpu = requested.model_copy(update={"num_gpus": 1})
-    kind = choose_engine(on_gpu) if requested.kind == "auto" and hardware.gpus else own_kind
+    kind = own_kind = serving.engine.kind
+    if hardware.gpus and requested.kind != "auto":
+        kind = requested.kind
+    elif hardware.gpus and "num_gpus" not in requested.model_fields_set:
+        kind = choose_engine(requested.model_copy(update={"num_gpus": 1}))
     choice = choose(
         hardware,
         serving.engine.model_copy(update={"kind": kind}),

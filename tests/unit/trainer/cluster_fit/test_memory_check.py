@@ -128,6 +128,28 @@ def test_gpus_elsewhere_are_planned_with_vllm(model: str, monkeypatch: pytest.Mo
     assert (engine.gpus, engine.total("host") > 1400 * 2**20) == (1, True)
 
 
+@pytest.mark.parametrize(
+    ("gpus", "engine", "learner"),
+    [
+        (2, {"num_gpus": 0}, {}),
+        (2, {"num_gpus": 0, "args": {"max_new_tokens": 8}}, {}),  # an argument that vLLM lacks
+        (1, {}, {"num_gpus": 1}),
+    ],
+)
+@pytest.mark.parametrize("here", [0, 2])
+def test_an_engine_on_cpus_is_planned_as_the_run_chooses_it(
+    model: str, monkeypatch: pytest.MonkeyPatch, gpus: int, engine: Any, learner: Any, here: int
+) -> None:
+    this = NodeShape(8 * GIB, here, here * GIB)
+    monkeypatch.setattr("raylight.trainer.cluster_fit.cluster_settings.this_machine", lambda: this)
+    monkeypatch.setattr("raylight.engines.registry.has_vllm", lambda: here > 0)
+    requested = replace(run_settings(**engine), learner=LearnerConfig(**learner))
+    cluster = ClusterShape((NodeShape(64 * GIB, gpus, 24 * GIB),))
+    role = plan_settings(GRPO(model=model), requested, RunnerConfig(), cluster).roles[1]
+    assert role.gpus == 0
+    assert "prefill of prompts" in {item.name for item in role.items}  # of transformers
+
+
 def test_a_small_model_is_not_planned(monkeypatch: pytest.MonkeyPatch) -> None:
     connect(monkeypatch, 8)
     monkeypatch.setattr(
