@@ -19,6 +19,7 @@ from raylight.environments.text_game import play_moves
 from raylight.environments.tool_loop import answer_calls, call_tool, cut_result, run_tool_loop
 from raylight.errors import ConfigError, DatasetError, EnvironmentServerError, EnvironmentUnavailableError
 from raylight.types import JsonObject
+from raylight.types.json_object import parse_json
 
 Rewards = Literal["sum", "last"] | Callable[[JsonObject], float]
 MAX_MESSAGE = 100 * 1024 * 1024
@@ -444,10 +445,7 @@ def action_parser(schema: JsonObject) -> Callable[[str], JsonObject]:
 
 def read_json(text: str, what: str, expected: type = object) -> Any:
     """Return the value of a JSON text; a ValueError with a message for the model if it has none."""
-    try:
-        value = json.loads(text)
-    except (ValueError, RecursionError):
-        value = None
+    value = parse_json(text)
     if value is None or not isinstance(value, expected):
         raise ValueError(f"answer with JSON: {what}")
     return value

@@ -184,10 +184,6 @@ class SystemMessages:
             return [{**named[found[0]], "content": text}, *rest]
         return messages if all(new is old for new, old in zip(named, messages, strict=True)) else named
 
-    def takes(self, variables: JsonObject) -> bool:
-        """True if the template renders a message with these variables."""
-        return bool(self._render([_message("user", "u")], add_generation_prompt=True, **variables))
-
     @functools.cached_property
     def _takes_later(self) -> bool:
         """True if the template shows a system message after an answer."""
@@ -199,22 +195,23 @@ class SystemMessages:
         """True if the template shows two system messages at the start."""
         return self._shows([_message("system", FIRST), _message("system", SECOND), _message("user", "u")])
 
-    def _shows(self, messages: list[dict[str, str]]) -> bool:
+    def _shows(self, messages: list[JsonObject]) -> bool:
         """True if the template shows all system messages, or not even the first, which the engine reports."""
-        text = self._render(messages)
+        text = rendered(self._tokenizer, messages)
         if FIRST in text and SECOND in text:
             return True
-        return FIRST not in self._render([_message("system", FIRST), _message("user", "u")])
-
-    def _render(self, messages: list[dict[str, str]], **variables: Any) -> str:
-        """Return the rendered text; "" if the template raises."""
-        try:
-            return str(self._tokenizer.apply_chat_template(messages, tokenize=False, **variables))
-        except Exception:  # a template is the model authors' program and may raise anything
-            return ""
+        return FIRST not in rendered(self._tokenizer, [_message("system", FIRST), _message("user", "u")])
 
 
-def _message(role: str, content: str) -> dict[str, str]:
+def rendered(tokenizer: Tokenizer, messages: list[JsonObject], **variables: Any) -> str:
+    """Return the text that a tokenizer's chat template makes of messages; "" if the template raises."""
+    try:
+        return str(tokenizer.apply_chat_template(messages, tokenize=False, **variables))
+    except Exception:  # a template is the model authors' program and may raise anything
+        return ""
+
+
+def _message(role: str, content: str) -> JsonObject:
     return {"role": role, "content": content}
 
 
@@ -265,7 +262,7 @@ class ChatNormalizer:
     """
 
     def __init__(self, template: str | None, tokenizer: Tokenizer | None = None) -> None:
-        self._template = template
+        self._template, self._tokenizer = template, tokenizer
         self._system = None if tokenizer is None else SystemMessages(tokenizer)
         self._read = _variables(template or "")
 
@@ -324,10 +321,12 @@ class ChatNormalizer:
     @functools.cached_property
     def _taken_efforts(self) -> tuple[str, ...]:
         """Efforts that the template takes; all if no template can be rendered."""
-        if (system := self._system) is None:
+        if (tokenizer := self._tokenizer) is None:
             return EFFORTS
-        fixed = {"enable_thinking": True} if "enable_thinking" in self._read else {}
-        return tuple(e for e in EFFORTS if system.takes({**fixed, "reasoning_effort": e})) or EFFORTS
+        fixed = {"add_generation_prompt": True}
+        fixed |= {"enable_thinking": True} if "enable_thinking" in self._read else {}
+        asked = [_message("user", "u")]
+        return tuple(e for e in EFFORTS if rendered(tokenizer, asked, reasoning_effort=e, **fixed)) or EFFORTS
 
     def _nearest_effort(self, effort: object) -> object:
         """Return an effort that the template takes, of two the higher one; the same for an unknown effort."""

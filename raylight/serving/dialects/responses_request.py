@@ -29,6 +29,7 @@ from raylight.http.errors import RequestError
 from raylight.serving.dialects.dialect import FieldNames, MessageSource
 from raylight.types import JsonObject
 from raylight.types.chat_messages import image_part, join_parts, normalize_message, text_part, tool_call
+from raylight.types.json_object import parse_json
 from raylight.types.request_fields import log_dropped
 
 DEFAULT_NAMESPACE = "functions"
@@ -167,10 +168,7 @@ def custom_input(arguments: str) -> str:
 
     Arguments of another form are the input as they are.
     """
-    try:
-        decoded = json.loads(arguments)
-    except (ValueError, RecursionError):
-        return arguments
+    decoded: Any = parse_json(arguments)
     is_input = isinstance(decoded, dict) and isinstance(decoded.get(INPUT), str)
     return decoded[INPUT] if is_input else arguments
 

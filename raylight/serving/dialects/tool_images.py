@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import functools
-import uuid
 from typing import Any
 
 from raylight.images.messages import image_url_of
+from raylight.serving.dialects.chat_normalizer import FIRST, SECOND, rendered
 from raylight.serving.dialects.dialect import MessageSource
 from raylight.types import JsonObject, Tokenizer
 from raylight.types.chat_messages import join_parts, text_part, tool_call
 
-FIRST, SECOND = (f"Zq{uuid.uuid4().hex}" for _ in range(2))
-"""Words that are unique in a rendered text."""
 CALL: JsonObject = {"role": "assistant", "content": "", "tool_calls": [tool_call("call_0", "f", "{}")]}
 CALL["tool_calls"][0]["function"]["arguments"] = {}  # templates take them decoded
 
@@ -75,13 +73,8 @@ class ToolImages:
 
 
 def _render(tokenizer: Tokenizer, content: list[JsonObject]) -> str:
-    """Return the rendered text of a tool's result; "" if the template raises."""
     result = {"role": "tool", "tool_call_id": "call_0", "content": content}
-    try:
-        asked = {"role": "user", "content": "u"}
-        return str(tokenizer.apply_chat_template([asked, CALL, result], tokenize=False))
-    except Exception:  # a template is the model authors' program and may raise anything
-        return ""
+    return rendered(tokenizer, [{"role": "user", "content": "u"}, CALL, result])
 
 
 def _is(message: object, role: str) -> bool:
