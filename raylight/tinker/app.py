@@ -5,6 +5,7 @@ from __future__ import annotations
 import hmac
 from collections.abc import Awaitable, Callable, Sequence
 from datetime import UTC, datetime
+from functools import partial
 from typing import Any
 
 from starlette.applications import Starlette
@@ -128,7 +129,7 @@ class ServerRecords:
 
     def _describe_run(self, model: TenantModel) -> JsonObject:
         records = self._service.checkpoints.list(model.model_id)
-        last = {_kind(record): _describe(record) for record in records}
+        last = {CheckpointPath.parse(record.path).kind: _describe(record) for record in records}
         return {
             "training_run_id": model.model_id,
             "base_model": self._service.settings.base_model,
@@ -140,10 +141,6 @@ class ServerRecords:
             "last_sampler_checkpoint": last.get("sampler_weights"),
             "user_metadata": model.user_metadata,
         }
-
-
-def _kind(record: CheckpointRecord) -> Kind:
-    return CheckpointPath.parse(record.path).kind
 
 
 def _describe(record: CheckpointRecord) -> JsonObject:
@@ -220,13 +217,15 @@ def build_app(service: TinkerService, key: str | None = None) -> Starlette:
     routes = [
         Route(f"{PREFIX}/healthz", _answering(lambda request: {"status": "ok"})),
         Route(f"{PREFIX}/get_server_capabilities", _answering(lambda request: records.capabilities())),
-        Route(f"{PREFIX}/forward_backward", _train_route(service), methods=["POST"]),
-        Route(f"{PREFIX}/retrieve_future", _future_route(service), methods=["POST"]),
+        Route(f"{PREFIX}/forward_backward", partial(_forward_backward, service), methods=["POST"]),
+        Route(f"{PREFIX}/retrieve_future", partial(_retrieve_future, service), methods=["POST"]),
         *(
-            Route(f"{PREFIX}/{name}", _json_route(answer), methods=["POST"])
+            Route(f"{PREFIX}/{name}", partial(_answer_json, answer), methods=["POST"])
             for name, answer in json_routes.items()
         ),
-        Route(f"{PREFIX}/sessions/{{session_id}}/finish", _finish_route(service), methods=["POST"]),
+        Route(
+            f"{PREFIX}/sessions/{{session_id}}/finish", partial(_finish_session, service), methods=["POST"]
+        ),
         *records.routes(PREFIX, _answering),
     ]
     app = Starlette(
@@ -266,12 +265,9 @@ def _reading(kind: type[TinkerBody], answer: Callable[[Any], object]) -> Callabl
     return lambda fields: answer(kind.read(fields))
 
 
-def _json_route(answer: Callable[[Fields], object]) -> Callable[[Request], Awaitable[Response]]:
-    async def respond(request: Request) -> Response:
-        body = await read_request(request.scope, request.receive, MAX_BODY)
-        return JSONResponse(answer(body.fields))
-
-    return respond
+async def _answer_json(answer: Callable[[Fields], object], request: Request) -> Response:
+    body = await read_request(request.scope, request.receive, MAX_BODY)
+    return JSONResponse(answer(body.fields))
 
 
 def _answering(answer: Callable[[Request], object]) -> Callable[[Request], Awaitable[Response]]:
@@ -282,38 +278,29 @@ def _answering(answer: Callable[[Request], object]) -> Callable[[Request], Await
     return respond
 
 
-def _train_route(service: TinkerService) -> Callable[[Request], Awaitable[Response]]:
-    async def respond(request: Request) -> Response:
-        if request.headers.get("content-type", "") != PROTOBUF:
-            raise RequestError(f"the content type must be {PROTOBUF}, as the SDK sends it", 415)
-        if request.headers.get("content-encoding", "identity") != "identity":
-            raise RequestError("compressed bodies are not supported", 415)
-        return JSONResponse(service.forward_backward(await read_body(request.receive, MAX_BODY)))
-
-    return respond
+async def _forward_backward(service: TinkerService, request: Request) -> Response:
+    if request.headers.get("content-type", "") != PROTOBUF:
+        raise RequestError(f"the content type must be {PROTOBUF}, as the SDK sends it", 415)
+    if request.headers.get("content-encoding", "identity") != "identity":
+        raise RequestError("compressed bodies are not supported", 415)
+    return JSONResponse(service.forward_backward(await read_body(request.receive, MAX_BODY)))
 
 
-def _future_route(service: TinkerService) -> Callable[[Request], Awaitable[Response]]:
-    async def respond(request: Request) -> Response:
-        body = await read_request(request.scope, request.receive, MAX_BODY)
-        request_id = bodies.RetrieveFuture.read(body.fields).request_id
-        answer = await service.promises.wait(request_id, LONG_POLL_S)
-        if answer is None:
-            pending = {"type": "try_again", "request_id": request_id, "queue_state": "active"}
-            return JSONResponse(pending, 408)
-        return Response(answer.content, media_type=answer.media_type)
-
-    return respond
+async def _retrieve_future(service: TinkerService, request: Request) -> Response:
+    body = await read_request(request.scope, request.receive, MAX_BODY)
+    request_id = bodies.RetrieveFuture.read(body.fields).request_id
+    answer = await service.promises.wait(request_id, LONG_POLL_S)
+    if answer is None:
+        pending = {"type": "try_again", "request_id": request_id, "queue_state": "active"}
+        return JSONResponse(pending, 408)
+    return Response(answer.content, media_type=answer.media_type)
 
 
-def _finish_route(service: TinkerService) -> Callable[[Request], Awaitable[Response]]:
-    async def respond(request: Request) -> Response:
-        body = await read_request(request.scope, request.receive, MAX_BODY)
-        bodies.FinishSession.read(body.fields)
-        service.sessions.finish(request.path_params["session_id"])
-        return Response(status_code=204)
-
-    return respond
+async def _finish_session(service: TinkerService, request: Request) -> Response:
+    body = await read_request(request.scope, request.receive, MAX_BODY)
+    bodies.FinishSession.read(body.fields)
+    service.sessions.finish(request.path_params["session_id"])
+    return Response(status_code=204)
 
 
 def _sample(service: TinkerService, body: bodies.SampleBody) -> Fields:

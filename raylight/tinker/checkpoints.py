@@ -121,7 +121,7 @@ class Checkpoints:
             DiskError: the disk is full.
         """
         place = self._place(path)
-        if not overwrite and self._is_complete(place):
+        if not overwrite and (place / RECORD).exists():
             raise CheckpointError(f"path: {path} exists already; choose another name, or overwrite=True")
         now = self._clock()
         with disk_errors(self._folder), atomic_folder(place) as new:
@@ -142,7 +142,7 @@ class Checkpoints:
             RequestError: 404, there is none, or it has expired.
         """
         place = self._place(path)
-        if self._is_complete(place):
+        if (place / RECORD).exists():
             record = _read_record(place)
             if record.expires_at is None or record.expires_at > self._clock():
                 return record
@@ -196,10 +196,6 @@ class Checkpoints:
         for file in self._folder.glob(f"{model_id or '*'}/*/*/{RECORD}"):
             if file.parent.parent.name in KINDS and file.parent.suffix not in (PARTIAL, OLD):
                 yield file.parent
-
-    @staticmethod
-    def _is_complete(place: Path) -> bool:
-        return (place / RECORD).exists()
 
 
 def _read_record(place: Path) -> CheckpointRecord:

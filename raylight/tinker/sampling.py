@@ -114,10 +114,6 @@ class SamplingClients:
         self._promises.add(request_id, task)
         return request_id
 
-    async def drop(self, path: str) -> None:
-        """Take weights from the engines, because others get their name."""
-        await self._engines.drop(path)
-
     async def end_session(self, session_id: str) -> None:
         """Remove a session's clients, and their weights without a name."""
         await self._remove(self.ids_of(session_id))

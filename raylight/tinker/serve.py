@@ -43,7 +43,6 @@ from raylight.weights.orders import BoxedRef
 
 KEY_PREFIX = "tml-"
 """Beginning of the keys that the SDK sends."""
-INSTALL = "pip install 'raylight[tinker]'"
 UPSTREAM = "an upstream model cannot be trained; choose the engine transformers or vllm"
 MODEL = "base"
 """Name under which the engines serve the model without an adapter."""
@@ -118,7 +117,9 @@ def serve_tinker(
     try:
         import tinker.proto  # noqa: F401
     except ImportError as error:
-        raise ConfigError(f"the Tinker API needs the messages of the SDK ({error}): {INSTALL}") from None
+        raise ConfigError(
+            f"the Tinker API needs the messages of the SDK ({error}): pip install 'raylight[tinker]'"
+        ) from None
     serving = fixed_model(model, engine)
     if not serving.model_path:
         raise ConfigError(UPSTREAM)

@@ -57,7 +57,7 @@ class TinkerService:
         on_lost: Callable[[LearnerLostError], None],
     ) -> None:
         self.settings, self.checkpoints = settings, checkpoints
-        self._trainer, self._on_lost = trainer, on_lost
+        self._trainer, self._engines, self._on_lost = trainer, engines, on_lost
         self.sessions = ClientSessions(settings.lease_s, self._end_session)
         self.models = Models(settings.max_models, settings.max_waiting)
         self.promises = Promises()
@@ -138,7 +138,7 @@ class TinkerService:
 
             async def save() -> ResultBody:
                 await self._save(model, path, None, body.ttl_seconds, overwrite=True)
-                await self.samplers.drop(str(path))
+                await self._engines.drop(str(path))
                 answer: JsonObject = {"type": "save_weights_for_sampler"}
                 if body.path is not None:
                     return json_answer(answer | {"path": str(path)})
@@ -203,15 +203,12 @@ class TinkerService:
 
         async def end() -> None:
             for model in models:
-                await self._free(model)
+                await model.turns.close()
+                async with self.models.trainer_lock:
+                    await self._remove(model.model_id)
             await self.samplers.end_session(session_id)
 
         self._start(end())
-
-    async def _free(self, model: TenantModel) -> None:
-        await model.turns.close()
-        async with self.models.trainer_lock:
-            await self._remove(model.model_id)
 
     async def _remove(self, model_id: str) -> None:
         """Remove an adapter from the trainer, unless it is lost."""
