@@ -92,8 +92,8 @@ class TinkerService:
             batch = check_batch(read_data(message), loss, read_settings(message), *limits)
 
             async def compute() -> ResultBody:
-                call = self._trainer.forward_backward
-                loss, logprobs = await self._train(model, call, batch, not message.forward_only)
+                call, backward = self._trainer.call, not message.forward_only
+                loss, logprobs = await self._train(model, call, "forward_backward", batch, backward)
                 return ResultBody(write_forward_backward(loss, logprobs), PROTOBUF)
 
             return compute
@@ -105,7 +105,7 @@ class TinkerService:
         model = self.models.get(body.model_id)
 
         async def step() -> ResultBody:
-            metrics = await self._train(model, self._trainer.optim_step, body.adam_params)
+            metrics = await self._train(model, self._trainer.call, "optim_step", body.adam_params)
             return json_answer({"metrics": metrics, "type": "optim_step"})
 
         return self._submit(model, body.seq_id, lambda: step)
@@ -120,7 +120,7 @@ class TinkerService:
             path = CheckpointPath.of(model.model_id, "weights", body.path or f"state-{uuid.uuid4().hex}")
 
             async def save() -> ResultBody:
-                optimizer = await self._train(model, self._trainer.export_optimizer)
+                optimizer = await self._train(model, self._trainer.call, "export_optimizer")
                 await self._save(model, path, optimizer, body.ttl_seconds, body.overwrite)
                 return json_answer({"path": str(path), "type": "save_weights"})
 
@@ -271,7 +271,7 @@ class TinkerService:
         optimizer = None
         if with_optimizer:
             optimizer = await asyncio.to_thread(self.checkpoints.load_optimizer, path)
-        await self._train(model, self._trainer.load, adapter, optimizer)
+        await self._train(model, self._trainer.call, "load", adapter, optimizer)
 
     def _submit(self, model: TenantModel, number: int | None, prepare: Callable[[], Work]) -> Accepted:
         """Accept a request of a model, whose number is used up even if `prepare` rejects it.
@@ -298,7 +298,7 @@ class TinkerService:
         ttl_s: int | None,
         overwrite: bool,
     ) -> None:
-        adapter = await self._train(model, self._trainer.export)
+        adapter = await self._train(model, self._trainer.call, "export")
         await asyncio.to_thread(
             self.checkpoints.save,
             path,

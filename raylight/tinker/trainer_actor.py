@@ -10,17 +10,14 @@ import uuid
 from concurrent.futures import Future
 from typing import Any
 
-import numpy as np
 import ray
 from ray.exceptions import OutOfMemoryError, RayActorError, RayTaskError
 
 from raylight._utils.aio import pause
 from raylight.config import LearnerConfig, cpu_threads
-from raylight.engines.protocol import LoraAdapter
 from raylight.errors import AdapterLostError, EngineStartError, LearnerLostError, summarize_ray_error
-from raylight.tinker.datums import Batch
 from raylight.tinker.models import RESTARTED
-from raylight.tinker.requests import AdamParams, LoraSpec
+from raylight.tinker.requests import LoraSpec
 
 logger = logging.getLogger(__name__)
 
@@ -76,7 +73,7 @@ def start_trainer(namespace: str, model_path: str, dtype: str, max_tokens: int, 
 
 
 class TrainerClient:
-    """The actor as the server calls it, one call after another; `LoraTrainer` documents the methods.
+    """The actor as the server calls it, one call after another.
 
     A call that does not reach the actor is repeated. Ray cannot say if such a call was executed, so calls
     are numbered, and the actor executes each number once. Ray starts an actor that died again, without the
@@ -131,39 +128,21 @@ class TrainerClient:
     async def create(self, model_id: str, spec: LoraSpec) -> None:
         await self._reconnect(self._deadline())  # after a death while nobody called
         self._held.add(model_id)
-        await self._call("create", model_id, spec)
+        await self.call(model_id, "create", spec)
 
     async def remove(self, model_id: str) -> None:
-        await self._call("remove", model_id)
+        await self.call(model_id, "remove")
         self._held.discard(model_id)
-
-    async def forward_backward(
-        self, model_id: str, batch: Batch, backward: bool
-    ) -> tuple[float, list[np.ndarray]]:
-        return await self._call("forward_backward", model_id, batch, backward)
-
-    async def optim_step(self, model_id: str, params: AdamParams) -> dict[str, float]:
-        return await self._call("optim_step", model_id, params)
-
-    async def export(self, model_id: str) -> LoraAdapter:
-        return await self._call("export", model_id)
-
-    async def export_optimizer(self, model_id: str) -> dict[str, np.ndarray]:
-        return await self._call("export_optimizer", model_id)
-
-    async def load(
-        self, model_id: str, adapter: LoraAdapter, optimizer: dict[str, np.ndarray] | None
-    ) -> None:
-        await self._call("load", model_id, adapter, optimizer)
 
     def stop(self) -> None:
         ray.kill(self._actor)
 
-    async def _call(self, method: str, *args: object) -> Any:
+    async def call(self, model_id: str, method: str, *args: object) -> Any:
+        """Call a method of `LoraTrainer` for a model."""
         number, process_id, deadline = next(self._numbers), self._process_id, None
         while True:
             try:
-                return await self._actor.call.remote(number, method, *args)
+                return await self._actor.call.remote(number, method, model_id, *args)
             except RayTaskError as error:
                 raise error.cause from None
             except DEAD as error:  # or unreachable for a moment, or being started again

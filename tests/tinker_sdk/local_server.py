@@ -16,6 +16,7 @@ from raylight.engines.transformers.engine import TransformersEngine
 from raylight.tinker.app import build_app
 from raylight.tinker.checkpoints import CheckpointPath, Checkpoints
 from raylight.tinker.lora_trainer import LoraTrainer
+from raylight.tinker.requests import LoraSpec
 from raylight.tinker.sampling import Samplers
 from raylight.tinker.service import TinkerService
 from raylight.tinker.settings import TinkerSettings
@@ -34,11 +35,14 @@ class LocalTrainer:
         await asyncio.Event().wait()  # it lives as long as this process
         return []
 
-    def __getattr__(self, method: str) -> Any:
-        async def call(*args: Any) -> Any:
-            return await asyncio.to_thread(getattr(self._trainer, method), *args)
+    async def create(self, model_id: str, spec: LoraSpec) -> None:
+        await self.call(model_id, "create", spec)
 
-        return call
+    async def remove(self, model_id: str) -> None:
+        await self.call(model_id, "remove")
+
+    async def call(self, model_id: str, method: str, *args: Any) -> Any:
+        return await asyncio.to_thread(getattr(self._trainer, method), model_id, *args)
 
 
 class LocalReplicas:

@@ -119,7 +119,7 @@ async def test_a_call_that_did_not_reach_the_trainer_is_executed_once(handle: Ha
     client = await client_of(handle)
     for number in (1, 2):
         handle.faults = [(executed, UNREACHABLE)] * 3
-        assert await client.optim_step("a", AdamParams()) == {"steps": number}
+        assert await client.call("a", "optim_step", AdamParams()) == {"steps": number}
     assert handle.adapters.steps == {"a": 2}
 
 
@@ -127,14 +127,14 @@ async def test_a_trainer_that_stays_unreachable_is_lost(handle: Handle) -> None:
     client = await client_of(handle, timeout_s=0.05)
     handle.faults = [(False, UNREACHABLE)] * 1000
     with pytest.raises(LearnerLostError, match=r"could not be reached again within 0\.05 s"):
-        await client.optim_step("a", AdamParams())
+        await client.call("a", "optim_step", AdamParams())
 
 
 async def test_a_trainer_that_died_for_good_is_lost(handle: Handle) -> None:
     client = await client_of(handle)
     handle.faults = [(False, ActorDiedError())]
     handle.die()
-    for call in (client.optim_step("a", AdamParams()), client.wait_loss()):
+    for call in (client.call("a", "optim_step", AdamParams()), client.wait_loss()):
         with pytest.raises(LearnerLostError, match="start the server again"):
             await call
 
@@ -143,10 +143,10 @@ async def test_a_restarted_trainer_has_lost_its_adapters(handle: Handle) -> None
     client = await client_of(handle)
     handle.faults = [(False, OutOfMemoryError("killed"))]
     with pytest.raises(AdapterLostError, match="died and was started again"):
-        await client.optim_step("a", AdamParams())
+        await client.call("a", "optim_step", AdamParams())
     assert await client.wait_loss() == ["a"]
     await client.create("b", LoraSpec(rank=2))
-    assert await client.optim_step("b", AdamParams()) == {"steps": 1}
+    assert await client.call("b", "optim_step", AdamParams()) == {"steps": 1}
 
 
 async def test_the_loss_of_idle_adapters_is_noticed(handle: Handle) -> None:
