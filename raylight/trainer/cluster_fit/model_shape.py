@@ -71,23 +71,6 @@ class ModelShape:
     context: int | None
 
 
-@dataclass(frozen=True)
-class Activations:
-    """Memory of one training pass through the layers, in bytes.
-
-    Attributes:
-        fixed: part that does not depend on the number of layers.
-        per_layer: what each further layer adds.
-    """
-
-    fixed: int
-    per_layer: int
-
-    def total(self, layers: int) -> int:
-        """Return the bytes at the peak of a pass through `layers` layers."""
-        return self.fixed + layers * self.per_layer
-
-
 def read_config(path: str, trust_remote_code: bool = False) -> Any:
     """Return the configuration of a model folder."""
     from transformers import AutoConfig
@@ -157,21 +140,25 @@ def measure_activations(
     rows: int,
     length: int,
     dtype: torch.dtype,
+    layers: int,
     checkpointing: bool = False,
-) -> Activations:
-    """Run a forward and a backward pass of few layers with fake tensors, and extrapolate to any number.
+) -> int:
+    """Return the bytes of activations at the peak of a training pass.
+
+    Forward and backward passes of few layers run with fake tensors, and their peaks are extrapolated.
 
     The pass ends at the last hidden state: log-probs are computed in chunks, whose memory does not depend on
     the layers. Memory for weights and gradients is left out.
 
     Args:
         rows: rows of the micro-batch, each of `length` tokens.
+        layers: number of the model's layers.
         checkpointing: recompute the layers' activations in the backward pass.
     """
     period = _period(read_config(path).get_text_config())
     one, two = (_traced_peak(path, times * period, rows, length, dtype, checkpointing) for times in (1, 2))
     per_layer = max(two - one, 0) // period
-    return Activations(fixed=max(one - period * per_layer, 0), per_layer=per_layer)
+    return max(one - period * per_layer, 0) + layers * per_layer
 
 
 def measure_prefill(path: str, rows: int, length: int, dtype: torch.dtype) -> int:

@@ -240,7 +240,8 @@ def _pass(
     if not config.num_gpus and config.n == 1:
         limit = min(limit, host_tokens(shape.token_activations))
     rows = max(limit // length, 1)
-    activations = measure_activations(path, rows, length, DTYPES[config.dtype], config.gradient_checkpointing)
+    dtype, layers = DTYPES[config.dtype], shape.layers
+    activations = measure_activations(path, rows, length, dtype, layers, config.gradient_checkpointing)
     device = "cuda" if config.num_gpus else "cpu"
     chunk = min(rows * length * shape.vocabulary, CHUNK_LOGITS[device])
     logits = compute * chunk + LOGIT_COPIES * FLOAT32 * min(chunk, BLOCK_LOGITS[device])
@@ -262,7 +263,7 @@ def _pass(
         yield Item("gradients to reduce", largest.gradients)
     if config.no_sync and shards_of(config) > 1:
         yield Item("gradients of the whole model", FLOAT32 * trained)
-    yield Item("activations", activations.total(shape.layers), grows=True)
+    yield Item("activations", activations, grows=True)
     yield Item("logits", largest.logits, grows=True)
 
 

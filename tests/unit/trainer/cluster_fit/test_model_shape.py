@@ -34,7 +34,7 @@ def test_a_model_without_the_usual_attention_is_measured(model_type: str, tmp_pa
     shape = read_shape(path)
     assert shape.hidden == 32
     assert (shape.cache_per_token == 0) == (model_type == "mamba")
-    assert measure_activations(path, 1, 16, torch.float32).total(shape.layers) > 0
+    assert measure_activations(path, 1, 16, torch.float32, shape.layers) > 0
     assert measure_prefill(path, 1, 16, torch.float32) > 0
 
 
@@ -44,7 +44,7 @@ def test_a_vision_part_is_counted(family: str, tmp_path: Path) -> None:
     shape = read_shape(path)
     assert 0 < shape.vision < shape.parameters / 2
     assert shape.pixel_bytes > 150  # a patch has 192 bytes in float32
-    assert measure_activations(path, 1, 16, torch.float32).total(shape.layers) > 0
+    assert measure_activations(path, 1, 16, torch.float32, shape.layers) > 0
     settings, learner = PolicySettings(), LearnerConfig(n=2)
     trained = learner.model_copy(update={"train_vision": True})
     frozen, whole = (
