@@ -20,10 +20,9 @@ from raylight.trainer.cluster_fit.hardware import (
     PlannedFacts,
     at_once,
     count_parameters,
-    engine_on_cores,
     fit_engine,
     learner_alone,
-    learner_on_cores,
+    on_cores,
     share_cores,
     workload,
 )
@@ -66,7 +65,7 @@ def fit_supervised(settings: SupervisedRunSettings, facts: ClusterFacts) -> Supe
     work = workload(Path(training.model_path), None, None)
     learner = learner_alone(facts.hardware, training.learner, work)
     parameters = count_parameters(Path(training.model_path)) or 0
-    learner = learner_on_cores(facts.cores, parameters, learner)
+    learner = on_cores(facts.cores, parameters, learner)
     return replace(settings, training=replace(training, learner=learner))
 
 
@@ -110,7 +109,7 @@ def fit_fixed(
     choice = fit_engine(hardware, serving, requested)
     engine = facts.engine_on_nodes(requested, choice.engine)
     parameters = count_parameters(Path(serving.model_path)) or 0
-    return replace(serving, engine=engine_on_cores(facts.cores, parameters, engine)), choice.notes
+    return replace(serving, engine=on_cores(facts.cores, parameters, engine)), choice.notes
 
 
 def fit_trained(

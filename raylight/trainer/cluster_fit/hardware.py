@@ -44,6 +44,7 @@ THREADED_PARAMETERS = 10_000_000
 MAX_IN_FLIGHT: dict[type[Config], int] = {EngineConfig: 1024, RunnerConfig: 256}
 """Largest default of the sequences of a replica on a GPU, and of the rollouts of a runner."""
 C = TypeVar("C", bound=Config)
+Part = TypeVar("Part", EngineConfig, LearnerConfig)
 InFlight = TypeVar("InFlight", EngineConfig, RunnerConfig)
 
 
@@ -181,38 +182,31 @@ def share_cores(
         parameters: number of the model's.
         overlaps: engines sample while the learners update.
     """
-    replicas = most_workers(engine) * _computes_on_cpus(engine)
-    ranks = learner.n * (learner.kind == "ranks" and not learner.num_gpus)
-    learner = learner_on_cores(cores, parameters, learner, replicas * overlaps)
-    return engine_on_cores(cores, parameters, engine, ranks * overlaps), learner
+    workers, ranks = (_count(part) * overlaps * _computes_on_cpus(part) for part in (engine, learner))
+    return on_cores(cores, parameters, engine, ranks), on_cores(cores, parameters, learner, workers)
 
 
-def _computes_on_cpus(engine: EngineConfig) -> bool:
-    return engine_traits(engine.kind).loads_model and not engine.num_gpus
+def _count(part: EngineConfig | LearnerConfig) -> int:
+    """Return the number of workers of all replicas, or of ranks."""
+    return part.n if isinstance(part, LearnerConfig) else most_workers(part)
 
 
-def engine_on_cores(cores: int, parameters: int, engine: EngineConfig, others: int = 0) -> EngineConfig:
-    """Return the settings of an engine with the threads of each process that computes on CPUs.
+def _computes_on_cpus(part: EngineConfig | LearnerConfig) -> bool:
+    if isinstance(part, LearnerConfig):
+        return part.kind == "ranks" and not part.num_gpus
+    return engine_traits(part.kind).loads_model and not part.num_gpus
+
+
+def on_cores(cores: int, parameters: int, part: Part, others: int = 0) -> Part:
+    """Return the settings of engines or learners with the threads of each process that computes on CPUs.
 
     Args:
         cores, parameters: as for `share_cores`.
         others: further processes that compute at the same time.
     """
-    if not _computes_on_cpus(engine) or parameters < THREADED_PARAMETERS:
-        return engine
-    if "num_cpus" in engine.model_fields_set:
-        return engine
-    return _with_defaults(engine, num_threads=max(cores // (most_workers(engine) + others), 1))
-
-
-def learner_on_cores(cores: int, parameters: int, learner: LearnerConfig, others: int = 0) -> LearnerConfig:
-    """Return the settings of learners with the threads of each rank that computes on CPUs; as
-    `engine_on_cores`."""
-    if learner.kind != "ranks" or learner.num_gpus or parameters < THREADED_PARAMETERS:
-        return learner
-    if "num_cpus" in learner.model_fields_set:
-        return learner
-    return _with_defaults(learner, num_threads=max(cores // (learner.n + others), 1))
+    if not _computes_on_cpus(part) or parameters < THREADED_PARAMETERS or "num_cpus" in part.model_fields_set:
+        return part
+    return _with_defaults(part, num_threads=max(cores // (_count(part) + others), 1))
 
 
 def is_open(engine: EngineConfig) -> bool:
@@ -235,9 +229,8 @@ def pack_gpus(*parts: EngineConfig | LearnerConfig) -> list[float]:
     least is left."""
     left: list[float] = []
     for part in sorted(parts, key=lambda part: part.num_gpus, reverse=True):
-        processes = part.n if isinstance(part, LearnerConfig) else most_workers(part)
-        left[:0] = [0.0] * (processes * int(part.num_gpus))
-        for _ in range(processes if (share := part.num_gpus % 1) else 0):
+        left[:0] = [0.0] * (_count(part) * int(part.num_gpus))
+        for _ in range(_count(part) if (share := part.num_gpus % 1) else 0):
             index = bisect.bisect_left(left, share - ROUNDING)
             bisect.insort(left, (left.pop(index) if index < len(left) else 1) - share)
     return left
