@@ -40,10 +40,10 @@ def test_a_resumed_run_continues_with_any_number_of_ranks(kind: str, before: int
     assert [step["learner/lr"] for step in joined] == [step["learner/lr"] for step in whole["steps"]]
     if before == after:
         assert (joined, second["probe"]) == (whole["steps"], whole["probe"])
-    for one, other in zip(joined, whole["steps"], strict=True):
-        assert one == pytest.approx(other, rel=1e-5, abs=1e-5)
     # Muon computes in bfloat16, and amplifies the rounding of gradients that other ranks sum
-    rounding = 5e-3 if kind == "muon" else 1e-5
+    rounding, of_metrics = (5e-3, 1e-4) if kind == "muon" else (1e-5, 1e-5)
+    for one, other in zip(joined, whole["steps"], strict=True):
+        assert one == pytest.approx(other, rel=of_metrics, abs=of_metrics)
     assert second["probe"] == pytest.approx(whole["probe"], rel=5e-6, abs=rounding)
     assert first["probe"] != pytest.approx(whole["probe"], abs=max(rounding, 1e-3))  # it moved meanwhile
 
