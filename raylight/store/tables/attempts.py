@@ -8,6 +8,7 @@ It has no Ray, no network and no wall clock. Laws:
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 from raylight.errors import InvalidTransitionError, UnknownIdError
@@ -38,26 +39,16 @@ from raylight.types import (
 )
 
 
+@dataclass(eq=False)
 class Attempts:
-    """Attempts in the journal.
+    """Attempts in the journal."""
 
-    Args:
-        lease_s: time that a dequeued attempt may go without a heartbeat, a span or a call.
-    """
-
-    def __init__(
-        self,
-        journal: Journal,
-        rollouts: Rollouts,
-        workers: Workers,
-        clock: RunClock,
-        lease_s: float,
-    ) -> None:
-        self._journal = journal
-        self._rollouts = rollouts
-        self._workers = workers
-        self._clock = clock
-        self.lease_s = lease_s
+    _journal: Journal
+    _rollouts: Rollouts
+    _workers: Workers
+    _clock: RunClock
+    lease_s: float
+    """Time that a dequeued attempt may go without a heartbeat, a span or a call."""
 
     # beginning
 

@@ -14,6 +14,8 @@ Laws:
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from raylight.errors import WorkerGoneError
 from raylight.store.rows import Row, new_id
 from raylight.store.tables.attempts import Attempts
@@ -26,24 +28,16 @@ from raylight.store.tables.workers import Workers
 from raylight.types import ATTEMPT_FINISHED, FINISHED, LIVE, AttemptStatus, Failure
 
 
+@dataclass(eq=False)
 class Leases:
     """Leases of attempts, and their deadlines."""
 
-    def __init__(
-        self,
-        journal: Journal,
-        rollouts: Rollouts,
-        attempts: Attempts,
-        workers: Workers,
-        outages: Outages,
-        clock: RunClock,
-    ) -> None:
-        self._journal = journal
-        self._rollouts = rollouts
-        self._attempts = attempts
-        self._workers = workers
-        self._outages = outages
-        self._clock = clock
+    _journal: Journal
+    _rollouts: Rollouts
+    _attempts: Attempts
+    _workers: Workers
+    _outages: Outages
+    _clock: RunClock
 
     # dequeuing
 
