@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 
 from raylight.agent.emit import get_message_value
 from raylight.agent.prompts import PromptTemplate
@@ -22,6 +23,7 @@ MAX_SPAN_CHARACTERS = 500
 """Characters of a span's attributes that the critic reads."""
 
 
+@dataclass(eq=False)
 class PromptEvaluator:
     """Implementation of `raylight.algorithms.apo.beam.EvaluateFunction`.
 
@@ -36,28 +38,17 @@ class PromptEvaluator:
             end the search.
     """
 
-    def __init__(
-        self,
-        store: StoreClient,
-        resources: NamedResources,
-        name: str,
-        datasets: dict[RolloutMode, Sequence[object]],
-        timeout: float,
-        messages: TraceToMessages,
-        report_failures: Callable[[list[FinishedRollout]], None] = lambda finished: None,
-        agent_works: bool = False,
-    ) -> None:
-        self._store = store
-        self._resources = resources
-        self._name = name
-        self._datasets = datasets
-        self._timeout = timeout
-        self._messages = messages
-        self._report_failures = report_failures
-        self._agent_works = agent_works
-        self._resources_ids: dict[str, str] = {}
-        """Text of a prompt -> id of the resources that contain it."""
-        self._storing = asyncio.Lock()
+    store: StoreClient
+    resources: NamedResources
+    name: str
+    datasets: dict[RolloutMode, Sequence[object]]
+    timeout: float
+    messages: TraceToMessages
+    report_failures: Callable[[list[FinishedRollout]], None] = lambda finished: None
+    agent_works: bool = False
+    _resources_ids: dict[str, str] = field(default_factory=dict, init=False)
+    """Text of a prompt -> id of the resources that contain it."""
+    _storing: asyncio.Lock = field(default_factory=asyncio.Lock, init=False)
 
     async def __call__(self, template: PromptTemplate, tasks: Sequence[int], mode: RolloutMode) -> Evaluation:
         """Roll every task out once.
@@ -68,15 +59,15 @@ class PromptEvaluator:
         """
         resources_id = await self.store_prompt(template)
         requests = [
-            EnqueueRolloutRequest(input=self._datasets[mode][i], mode=mode, resources_id=resources_id)
+            EnqueueRolloutRequest(input=self.datasets[mode][i], mode=mode, resources_id=resources_id)
             for i in tasks
         ]
-        ids = [rollout.rollout_id for rollout in await self._store.enqueue_many_rollouts(requests)]
-        decided = await self._store.wait_until_decided(rollout_ids=ids, timeout=self._timeout)
+        ids = [rollout.rollout_id for rollout in await self.store.enqueue_many_rollouts(requests)]
+        decided = await self.store.wait_until_decided(rollout_ids=ids, timeout=self.timeout)
         if len(decided) < len(ids):
-            await self._store.cancel_rollouts(ids)
-        finished = await self._store.collect(ids, with_spans=True, with_span_tokens=False)
-        self._report_failures(finished)
+            await self.store.cancel_rollouts(ids)
+        finished = await self.store.collect(ids, with_spans=True, with_span_tokens=False)
+        self.report_failures(finished)
         evaluation = Evaluation([self._trial(item) for item in finished])
         _check_not_all_lost(evaluation)
         self._check_agent_works(evaluation)
@@ -86,24 +77,24 @@ class PromptEvaluator:
         """Store the resources with this prompt, once, and return their id."""
         async with self._storing:  # branches of one parent run concurrently
             if template.template not in self._resources_ids:
-                update = await self._store.add_resources(self._resources | {self._name: template})
+                update = await self.store.add_resources(self.resources | {self.name: template})
                 self._resources_ids[template.template] = update.resources_id
             return self._resources_ids[template.template]
 
     async def make_latest(self, template: PromptTemplate) -> None:
         """Make the resources with this prompt the latest in the store."""
-        await self._store.update_resources(
-            await self.store_prompt(template), self._resources | {self._name: template}
+        await self.store.update_resources(
+            await self.store_prompt(template), self.resources | {self.name: template}
         )
 
     def _check_agent_works(self, evaluation: Evaluation) -> None:
         """Raise RolloutsFailedError if the agent has never returned a reward: then the prompt is not the
         cause."""
-        self._agent_works = self._agent_works or any(
+        self.agent_works = self.agent_works or any(
             trial.outcome == "timed out" or (trial.outcome == "succeeded" and trial.reward is not None)
             for trial in evaluation.trials
         )
-        if self._agent_works:
+        if self.agent_works:
             return
         errors = Counter(trial.error for trial in evaluation.trials if trial.outcome == "failed")
         if not errors:
@@ -119,7 +110,7 @@ class PromptEvaluator:
 
     def _trial(self, item: FinishedRollout) -> Trial:
         failure = item.rollout.failure
-        conversations = self._messages.adapt(item.spans)
+        conversations = self.messages.adapt(item.spans)
         spans = [] if conversations else [span for span in item.spans if not is_reward_span(span)]
         return Trial(
             task=item.rollout.input,
