@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hmac
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
 from functools import partial
 from typing import Any
@@ -36,23 +36,19 @@ class ServerRecords:
     def __init__(self, service: TinkerService) -> None:
         self._service = service
 
-    def routes(self, prefix: str, route: Callable[[Callable[[Request], Any]], Any]) -> list[Route]:
-        """Return the routes of the answers.
-
-        Args:
-            route: makes an endpoint of a function from a request to the fields of its answer.
-        """
-        runs = f"{prefix}/training_runs"
+    def routes(self) -> list[Route]:
+        """Return the routes of the answers."""
+        runs = f"{PREFIX}/training_runs"
         checkpoint = f"{runs}/{{model_id}}/checkpoints/{{kind}}/{{name}}"
         return [
-            Route(runs, route(self._training_runs)),
-            Route(f"{runs}/{{model_id}}", route(self._training_run)),
-            Route(f"{runs}/{{model_id}}/checkpoints", route(self._checkpoints_of_run)),
-            Route(checkpoint, route(self._delete), methods=["DELETE"]),
-            Route(f"{prefix}/checkpoints", route(self._checkpoints)),
-            Route(f"{prefix}/sessions", route(self._sessions)),
-            Route(f"{prefix}/sessions/{{session_id}}", route(self._session)),
-            Route(f"{prefix}/samplers/{{sampler_id}}", route(self._sampler)),
+            Route(runs, partial(_answer, self._training_runs)),
+            Route(f"{runs}/{{model_id}}", partial(_answer, self._training_run)),
+            Route(f"{runs}/{{model_id}}/checkpoints", partial(_answer, self._checkpoints_of_run)),
+            Route(checkpoint, partial(_answer, self._delete), methods=["DELETE"]),
+            Route(f"{PREFIX}/checkpoints", partial(_answer, self._checkpoints)),
+            Route(f"{PREFIX}/sessions", partial(_answer, self._sessions)),
+            Route(f"{PREFIX}/sessions/{{session_id}}", partial(_answer, self._session)),
+            Route(f"{PREFIX}/samplers/{{sampler_id}}", partial(_answer, self._sampler)),
         ]
 
     def capabilities(self) -> JsonObject:
@@ -185,7 +181,6 @@ DYNAMIC_CONFIG = {"sample_cancel_enabled": True}
 CLIENT_CONFIG = {"parallel_fwdbwd_chunks": False, "fwdbwd_max_chunk_len": MAX_CHUNK}
 """Flags of the SDK. It sends the parts of a call in order, so that a rejected one does not hold up others."""
 UNEMBED = "this server trains no LoRA of the output layer: train_unembed has no effect"
-Fields = JsonObject
 
 
 def build_app(service: TinkerService, key: str | None = None) -> Starlette:
@@ -215,8 +210,8 @@ def build_app(service: TinkerService, key: str | None = None) -> Starlette:
         "telemetry": lambda fields: {"status": "accepted"},
     }
     routes = [
-        Route(f"{PREFIX}/healthz", _answering(lambda request: {"status": "ok"})),
-        Route(f"{PREFIX}/get_server_capabilities", _answering(lambda request: records.capabilities())),
+        Route(f"{PREFIX}/healthz", partial(_answer, lambda request: {"status": "ok"})),
+        Route(f"{PREFIX}/get_server_capabilities", partial(_answer, lambda request: records.capabilities())),
         Route(f"{PREFIX}/forward_backward", partial(_forward_backward, service), methods=["POST"]),
         Route(f"{PREFIX}/retrieve_future", partial(_retrieve_future, service), methods=["POST"]),
         *(
@@ -226,7 +221,7 @@ def build_app(service: TinkerService, key: str | None = None) -> Starlette:
         Route(
             f"{PREFIX}/sessions/{{session_id}}/finish", partial(_finish_session, service), methods=["POST"]
         ),
-        *records.routes(PREFIX, _answering),
+        *records.routes(),
     ]
     app = Starlette(
         routes=routes,
@@ -260,22 +255,19 @@ class AccessCheck:
         return RequestError("the API key is missing or wrong; set TINKER_API_KEY to the server's key", 401)
 
 
-def _reading(kind: type[TinkerBody], answer: Callable[[Any], object]) -> Callable[[Fields], object]:
+def _reading(kind: type[TinkerBody], answer: Callable[[Any], object]) -> Callable[[JsonObject], object]:
     """Return a function of a decoded body that checks it first."""
     return lambda fields: answer(kind.read(fields))
 
 
-async def _answer_json(answer: Callable[[Fields], object], request: Request) -> Response:
+async def _answer_json(answer: Callable[[JsonObject], object], request: Request) -> Response:
     body = await read_request(request.scope, request.receive, MAX_BODY)
     return JSONResponse(answer(body.fields))
 
 
-def _answering(answer: Callable[[Request], object]) -> Callable[[Request], Awaitable[Response]]:
-    async def respond(request: Request) -> Response:
-        found = answer(request)
-        return Response(status_code=204) if found is None else JSONResponse(found)
-
-    return respond
+async def _answer(answer: Callable[[Request], object], request: Request) -> Response:
+    found = answer(request)
+    return Response(status_code=204) if found is None else JSONResponse(found)
 
 
 async def _forward_backward(service: TinkerService, request: Request) -> Response:
@@ -303,31 +295,31 @@ async def _finish_session(service: TinkerService, request: Request) -> Response:
     return Response(status_code=204)
 
 
-def _sample(service: TinkerService, body: bodies.SampleBody) -> Fields:
+def _sample(service: TinkerService, body: bodies.SampleBody) -> JsonObject:
     request_id = service.samplers.sample(body)
     sequences = [f"{request_id}:{number}" for number in range(body.num_samples)]
     return {"request_id": request_id, "sample_sequence_ids": sequences}
 
 
-def _cancel(service: TinkerService, body: bodies.CancelFuture) -> Fields:
+def _cancel(service: TinkerService, body: bodies.CancelFuture) -> JsonObject:
     if body.request_id in service.samplers:
         service.promises.cancel(body.request_id)
     return {}
 
 
-def _open_session(service: TinkerService) -> Fields:
+def _open_session(service: TinkerService) -> JsonObject:
     message, substitute = UNEMBED, service.settings.stable_reinforce
     if substitute is not None:
         message += f"; it trains requests for stable_reinforce with {substitute}"
     return {"type": "create_session", "session_id": service.sessions.open(), "info_message": message}
 
 
-def _renew(service: TinkerService, body: bodies.SessionHeartbeat) -> Fields:
+def _renew(service: TinkerService, body: bodies.SessionHeartbeat) -> JsonObject:
     service.sessions.renew(body.session_id)
     return {"type": "session_heartbeat"}
 
 
-def _create_sampler(service: TinkerService, body: bodies.CreateSamplingSession) -> Fields:
+def _create_sampler(service: TinkerService, body: bodies.CreateSamplingSession) -> JsonObject:
     service.sessions.check(body.session_id)
     sampler_id = service.samplers.create(body)
     return {"type": "create_sampling_session", "sampling_session_id": sampler_id}

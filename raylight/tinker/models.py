@@ -142,9 +142,6 @@ class Models:
         self.trainer_lock = asyncio.Lock()
         """Lock of the trainer, which has one request at a time."""
 
-    def __contains__(self, model_id: str) -> bool:
-        return model_id in self._models
-
     def add(
         self, model_id: str, session_id: str, spec: LoraSpec, user_metadata: JsonObject | None
     ) -> TenantModel:
@@ -185,6 +182,6 @@ class Models:
         """Return the models that are wanted, oldest first."""
         return [model for model in self._models.values() if wanted(model)]
 
-    def pop(self, model_id: str) -> TenantModel | None:
-        """Remove a model; return it, if there was one."""
-        return self._models.pop(model_id, None)
+    def remove(self, model_id: str) -> None:
+        """Remove a model; unknown ones are ignored."""
+        self._models.pop(model_id, None)

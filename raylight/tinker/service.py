@@ -198,7 +198,7 @@ class TinkerService:
     def _end_session(self, session_id: str) -> None:
         models = self.models.find(lambda model: model.session_id == session_id)
         for model in models:
-            self.models.pop(model.model_id)
+            self.models.remove(model.model_id)
         logger.info("session %s has ended; it had %d models", session_id, len(models))
 
         async def end() -> None:
@@ -257,7 +257,7 @@ class TinkerService:
                 if load is not None:
                     await load(model)
             except Exception:
-                self.models.pop(model_id)
+                self.models.remove(model_id)
                 await self._remove(model_id)
                 raise
             return json_answer(answer)
