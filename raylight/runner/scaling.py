@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Coroutine, Mapping
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from raylight._utils.aio import task_group
@@ -25,6 +26,7 @@ class Resizable(Protocol):
         """Change the number of parts, and wait until it is reached."""
 
 
+@dataclass(eq=False)
 class ScaleRequests:
     """The driver's side: executes requests and replies with the sizes before and after.
 
@@ -36,14 +38,11 @@ class ScaleRequests:
         show: receives messages for the user.
     """
 
-    def __init__(
-        self, run: str, store: StoreClient, components: Mapping[str, Resizable], show: Callable[[str], None]
-    ) -> None:
-        self._run = run
-        self._store = store
-        self._components = components
-        self._show = show
-        self._executing: dict[str, asyncio.Task[None]] = {}
+    run: str
+    store: StoreClient
+    components: Mapping[str, Resizable]
+    show: Callable[[str], None]
+    _executing: dict[str, asyncio.Task[None]] = field(default_factory=dict, init=False)
 
     def watches(self) -> list[Coroutine[object, object, object]]:
         """Return a coroutine that executes requests until it is cancelled."""
@@ -56,8 +55,8 @@ class ScaleRequests:
     async def _run_requests(self) -> None:
         async with task_group() as tasks:
             while True:
-                request = await self._store.next_driver_request(
-                    self._run, list(self._executing), POLL_TIMEOUT_S
+                request = await self.store.next_driver_request(
+                    self.run, list(self._executing), POLL_TIMEOUT_S
                 )
                 if request is not None:
                     key, sizes = request
@@ -65,17 +64,17 @@ class ScaleRequests:
 
     async def _execute(self, key: str, sizes: dict[str, int]) -> None:
         changes = await asyncio.gather(*(self._resize(name, n) for name, n in sizes.items()))
-        await self._store.reply_to_request(key, dict(zip(sizes, changes, strict=True)))
+        await self.store.reply_to_request(key, dict(zip(sizes, changes, strict=True)))
         del self._executing[key]
 
     async def _resize(self, name: str, n: int) -> JsonObject:
-        component = self._components.get(name)
+        component = self.components.get(name)
         if component is None:
-            known = ", ".join(self._components)
-            return {"error": f"run {self._run} has no {name} to scale; it has: {known}"}
+            known = ", ".join(self.components)
+            return {"error": f"run {self.run} has no {name} to scale; it has: {known}"}
         before, failure = component.size, None
         if n != before:
-            self._show(f"scaling from {before} to {n} {name}")
+            self.show(f"scaling from {before} to {n} {name}")
         try:
             await component.resize(n)
         except RaylightError as error:
@@ -83,5 +82,5 @@ class ScaleRequests:
         after = component.size
         if after != before or failure:
             reached = f"scaled from {before} to {after} {name}"
-            self._show(f"{reached}, not to {n}: {failure}" if failure else reached)
+            self.show(f"{reached}, not to {n}: {failure}" if failure else reached)
         return {"before": before, "after": after, "error": failure}
