@@ -15,17 +15,7 @@ from pathlib import Path
 
 from raylight.errors import DatasetError
 
-IGNORED = {
-    "LABEL",
-    "EXPOSE",
-    "SHELL",
-    "CMD",
-    "ENTRYPOINT",
-    "MAINTAINER",
-    "STOPSIGNAL",
-    "USER",
-    "VOLUME",
-}
+IGNORED = {"LABEL", "EXPOSE", "SHELL", "CMD", "ENTRYPOINT", "MAINTAINER", "STOPSIGNAL", "USER", "VOLUME"}
 """Instructions without an effect on files or variables."""
 REFERENCE = re.compile(r"\$(?:(\w+)|\{(\w+)(?::([-+])((?:[^{}]|\$\{[^{}]*\})*))?\})")
 """`$NAME`, `${NAME}`, `${NAME:-word}` or `${NAME:+word}`; a word may have references too, without words."""
@@ -69,9 +59,7 @@ def read_build_steps(dockerfile: Path) -> BuildSteps:
         name, _, rest = line.partition(" ")
         try:
             _take(steps, name.upper(), rest.strip(), folder)
-        except DatasetError as error:
-            raise DatasetError(f"{dockerfile}, line {number}: {error}") from None
-        except ValueError as error:  # of shlex: an open quotation mark
+        except (DatasetError, ValueError) as error:  # of shlex: an open quotation mark
             raise DatasetError(f"{dockerfile}, line {number}: {error}") from None
     return steps
 

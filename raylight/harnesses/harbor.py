@@ -36,8 +36,7 @@ async def describe_harbor_task(row: JsonObject, spec: SandboxSpec) -> HarnessTas
         SandboxError: the image cannot be built.
     """
     task = read_task(row[TASK_KEY])
-    run = HarborRun(task, row.get(RUN_STEPS_KEY, "error"), spec)
-    return await run.describe()
+    return await HarborRun(task, row.get(RUN_STEPS_KEY, "error"), spec).describe()
 
 
 class HarborRun:
