@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 import collections
 from dataclasses import dataclass
 from pathlib import Path
@@ -59,6 +60,21 @@ class ClusterShape:
     def __str__(self) -> str:
         kinds = collections.Counter(self.nodes)
         return "; ".join(f"{count} x {node}" for node, count in kinds.items())
+
+
+def pack_shares(*roles: tuple[int, float]) -> list[float]:
+    """Return what processes leave of each GPU that they take. Ray puts a share where the least is left.
+
+    Args:
+        roles: number of processes, and the GPUs of each.
+    """
+    left: list[float] = []
+    for processes, gpus in sorted(roles, key=lambda role: role[1], reverse=True):
+        left[:0] = [0.0] * (processes * int(gpus))
+        for _ in range(processes if (share := gpus % 1) else 0):
+            index = bisect.bisect_left(left, share - ROUNDING)
+            bisect.insort(left, (left.pop(index) if index < len(left) else 1) - share)
+    return left
 
 
 def this_machine() -> NodeShape:

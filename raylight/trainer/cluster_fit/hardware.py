@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import bisect
 import importlib.metadata
 import json
 import math
@@ -21,7 +20,7 @@ from raylight.engines.vllm.args import most_workers
 from raylight.errors import ConfigError
 from raylight.experience.settings.policy_settings import PolicySettings
 from raylight.learner.model.packing import PACKED_VISION_MODELS, can_pack, keeps_state
-from raylight.trainer.cluster_fit.cluster_shape import ROUNDING, ClusterShape, this_machine
+from raylight.trainer.cluster_fit.cluster_shape import ClusterShape, pack_shares, this_machine
 from raylight.trainer.cluster_fit.engine_nodes import ask_nodes, check_image_scaling, engine_on_nodes
 from raylight.trainer.spec.settings import ServingSettings
 from raylight.types import JsonObject
@@ -225,15 +224,8 @@ def _engine_alone(hardware: Hardware, engine: EngineConfig) -> tuple[EngineConfi
 
 
 def pack_gpus(*parts: EngineConfig | LearnerConfig) -> list[float]:
-    """Return what engines and learners leave of each GPU that they take. Ray puts a share of a GPU where the
-    least is left."""
-    left: list[float] = []
-    for part in sorted(parts, key=lambda part: part.num_gpus, reverse=True):
-        left[:0] = [0.0] * (_count(part) * int(part.num_gpus))
-        for _ in range(_count(part) if (share := part.num_gpus % 1) else 0):
-            index = bisect.bisect_left(left, share - ROUNDING)
-            bisect.insort(left, (left.pop(index) if index < len(left) else 1) - share)
-    return left
+    """Return what engines and learners leave of each GPU that they take."""
+    return pack_shares(*((_count(part), part.num_gpus) for part in parts))
 
 
 def _assign_gpus(

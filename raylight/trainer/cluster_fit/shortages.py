@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
-from raylight.trainer.cluster_fit.cluster_shape import GIB, ROUNDING, ClusterShape, NodeShape
+from raylight.trainer.cluster_fit.cluster_shape import GIB, ROUNDING, ClusterShape, NodeShape, pack_shares
 from raylight.trainer.cluster_fit.role_memory import RoleMemory
 
 USABLE_DEVICE = 0.95
@@ -95,9 +95,9 @@ def _missing_gpus(
     roles: Sequence[RoleMemory], nodes: Sequence[PlacedNode], cluster: ClusterShape
 ) -> Iterator[Shortage]:
     if sum(len(node.roles) for node in nodes) < sum(role.processes for role in roles):
-        needed = sum(role.gpus * role.processes for role in roles)
+        needed = len(pack_shares(*((role.processes, role.gpus) for role in roles)))
         parts = ", ".join(f"{role.processes} x {role.gpus:g} for {role.role}" for role in roles if role.gpus)
-        yield Shortage("GPUs", f"the run needs {needed:g} GPUs ({parts}); there are {cluster.gpus}")
+        yield Shortage("GPUs", f"the run needs {needed} GPUs ({parts}); there are {cluster.gpus}")
 
 
 def _missing_device_memory(node: PlacedNode, at_peak: bool, take_turns: bool) -> Iterator[Shortage]:

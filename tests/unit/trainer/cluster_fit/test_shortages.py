@@ -95,4 +95,6 @@ def test_processes_without_gpus_are_spread():
 
 
 def test_two_fractions_above_a_half_do_not_fit_on_one_gpu():
-    assert kinds([role(processes=3, gpus=0.6)], cluster(1, 2, 80)) == ["GPUs"]
+    (shortage,) = find_shortages([role(processes=3, gpus=0.6)], cluster(1, 2, 80))
+    assert shortage.what == "GPUs"
+    assert shortage.message == "the run needs 3 GPUs (3 x 0.6 for learner); there are 2"
