@@ -118,11 +118,11 @@ class SessionGroups(TrainingGroups):
         self, group: int, ids: list[str], rollouts: list[FinishedRollout]
     ) -> None:
         """Wait until an expired session responds, or its tokens are too old to be trained."""
-        calls = [call for item in rollouts for call in item.generations]
-        drops = self._algorithm.stale == "drop"
-        version = oldest_version(calls) if drops else newest_version(calls)
+        version = self._version_of(rollouts)
         if version is None and await self._has_open_call(rollouts):
             version = self._run.learners.version  # about the version of the tokens to come
+        elif version is None:  # the call may have ended since the rollouts were read
+            version = self._version_of(await self._rollouts.collect(ids))
         self._overdue[group] = None
         self._room_changed.notify_all()
         responds = asyncio.ensure_future(self._run.store.wait_until_final(ids))
@@ -137,6 +137,11 @@ class SessionGroups(TrainingGroups):
             await cancel_all([responds])
             del self._overdue[group]
             self._room_changed.notify_all()
+
+    def _version_of(self, rollouts: list[FinishedRollout]) -> int | None:
+        """Return the version of the tokens by which a group is too old; None without tokens."""
+        calls = [call for item in rollouts for call in item.generations]
+        return oldest_version(calls) if self._algorithm.stale == "drop" else newest_version(calls)
 
     async def _has_open_call(self, rollouts: list[FinishedRollout]) -> bool:
         """Return True if a call takes longer than the lease of its session."""
