@@ -132,7 +132,7 @@ _PACKAGE_EXPORTS = {
     },
     "sandboxes": {
         "sandboxes.registry": ("SandboxSpec",),
-        "sandboxes.sandbox": ("ExecResult", "Sandbox", "SandboxLimits"),
+        "sandboxes.sandbox": ("ExecResult", "Sandbox", "SandboxLimits", "SandboxProgram"),
     },
     "tasks": {
         "harbor.tasks": ("HarborTasks",),

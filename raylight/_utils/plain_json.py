@@ -17,6 +17,6 @@ def plain(value: object) -> object:
         return {str(name): plain(item) for name, item in value.items()}
     if isinstance(value, list | tuple | set | frozenset):
         return [plain(item) for item in value]
-    if isinstance(value, np.generic | np.ndarray):
+    if isinstance(value, np.generic | np.ndarray) and not isinstance(value, np.longdouble):
         return plain(value.tolist())
     return repr(value)

@@ -82,7 +82,7 @@ class VERL(PolicyAlgorithm):
 
     def steps(self, n_train: int) -> int:
         """Return the number of steps, as verl: `total_training_steps`, or fewer if `total_epochs` passes end
-        before. 0 tasks are of an unknown number, and have no passes."""
+        before. With `n_train` 0 their number is unknown, and only `total_training_steps` counts."""
         if self.n_steps is None or not n_train:
             return super().steps(n_train)
         return min(self.n_steps, -(-n_train * self.n_epochs // self.tasks_per_step))

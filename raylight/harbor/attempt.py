@@ -25,6 +25,8 @@ REWARD_FILES = ("reward.json", "reward.txt")
 TESTS_HOME = "/logs/home"
 """Home folder of the tests in a sandbox without images."""
 LOG_FOLDERS = (REWARDS, "/logs/agent", "/logs/artifacts")
+_FINDS_FILES = re.compile(r"^(ENV|BASH_ENV|(LD_|PYTHON|PERL|RUBY|NODE_).*|.*(PATH|OPTIONS|OPTS|PRELOAD))$")
+PRINT_PATH = ["sh", "-c", 'printf %s "$PATH"']
 SETUP = 'cd "$1" && "$(command -v bash || echo sh)" ./setup.sh'
 """Shell script that runs the setup of a step in the working directory, its argument."""
 OUTPUT_LETTERS = 400
@@ -34,6 +36,11 @@ RunSteps = Literal["error", "skip", "run"]
 """Handling of the RUN lines of a Dockerfile in a sandbox without images."""
 TEST_FOLDERS = ("/tests", "/logs", "/solution")
 """Folders that the format puts at the root of the file system."""
+
+
+def leads_to_files(name: str, value: str) -> bool:
+    """Return True for a variable by which programs may find files to execute, such as PATH or LD_PRELOAD."""
+    return "/" in value or _FINDS_FILES.search(name) is not None
 
 
 class HarborAttempt:
@@ -150,6 +157,8 @@ class HarborAttempt:
         for folder in self.task.tests_folders:
             await copy_folder(place, folder, "/tests", paths)
         variables = await self.image_variables(place, environment)
+        if place is sandbox:
+            variables = await self._without_agents_programs(place, variables)
         if not place.HAS_IMAGE:  # an agent may have left modules of Python in its own home
             await self._run(place, ["mkdir", "-p", paths.path(TESTS_HOME)])
             variables["HOME"] = paths.path(TESTS_HOME)
@@ -161,6 +170,14 @@ class HarborAttempt:
             timeout_s=self.task.tests_timeout_s,
         )
         return await self._read_reward(place, paths, ended)
+
+    async def _without_agents_programs(self, place: Sandbox, variables: dict[str, str]) -> dict[str, str]:
+        """Return variables of the image by which tests find no program of the agent in place of a program of
+        the sandbox: its PATH comes first, and no other variable leads to files."""
+        kept = {name: value for name, value in variables.items() if not leads_to_files(name, value)}
+        if "PATH" in variables:
+            kept["PATH"] = f"{await self._run(place, PRINT_PATH)}:{variables['PATH']}"
+        return kept
 
     async def _remove_tests(self, place: Sandbox, paths: PathMap) -> None:
         """Remove files that the agent may have left at the paths of the tests and their reward."""
@@ -219,7 +236,7 @@ class HarborAttempt:
         """Return variables of a Dockerfile with the paths of the sandbox, and its PATH."""
         variables = {name: paths.text(value) for name, value in env.items()}
         if any(SANDBOX_PATH in value for value in variables.values()):
-            path = await self._run(sandbox, ["sh", "-c", 'printf %s "$PATH"'])
+            path = await self._run(sandbox, PRINT_PATH)
             variables = {name: value.replace(SANDBOX_PATH, path) for name, value in variables.items()}
         return variables
 

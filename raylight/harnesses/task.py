@@ -25,7 +25,8 @@ class HarnessTask:
     env: Mapping[str, str | None] = field(default_factory=dict)
     """Further variables; None removes one."""
     image_env: Mapping[str, str] = field(default_factory=dict)
-    """Variables of an image that the sandbox does not have. All other variables are stronger."""
+    """Variables of an image that the sandbox does not have. They override the
+    sandbox's variables; those of the model, the agent and the task override them."""
     timeout_s: float | None = None
     """Seconds after which the program is ended."""
     scores_timeouts: bool = False

@@ -146,7 +146,8 @@ async def read_request(scope: AsgiScope, receive: Receive, max_bytes: int = MAX_
 
 
 def decode_fields(content: bytes) -> JsonObject:
-    """Decode a body: a JSON object of Unicode strings and, except in `QUOTED`, of numbers of at most 64 bits.
+    """Decode a body: a JSON object of Unicode strings and of finite numbers, whole ones of at most 64
+    bits except in `QUOTED`.
 
     Raises:
         RequestError: 400, it is something else, nested more than `MAX_DEPTH` deep, or has more than

@@ -4,3 +4,4 @@ from raylight.sandboxes.registry import SandboxSpec as SandboxSpec
 from raylight.sandboxes.sandbox import ExecResult as ExecResult
 from raylight.sandboxes.sandbox import Sandbox as Sandbox
 from raylight.sandboxes.sandbox import SandboxLimits as SandboxLimits
+from raylight.sandboxes.sandbox import SandboxProgram as SandboxProgram

@@ -43,7 +43,7 @@ DONE = "raylight-done"
 WAIT = f"""n=0; s=1; while [ $n -lt "$2" ] && [ -d "$1" ] && [ ! -f "$1/status" ]; do {PAUSE}; done
 test -f "$1/status" || exit 0
 echo "ended $(cat "$1/status")" """
-"""Shell script that waits for a program, for as many times 10 ms as its second argument says."""
+"""Shell script that waits for a program, for at most its second argument times 10 ms."""
 COLLECT = f"""tail -c {MAX_STDOUT} "$1/out" | base64 | tr -d '\\n'; echo
 tail -c {MAX_STDERR} "$1/err" | base64 | tr -d '\\n'
 rm -rf "$1" """

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from dataclasses import replace
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -120,9 +119,8 @@ class RaySandbox(Sandbox):
         self._paths = await self._await(self._actor.start.remote())
 
     async def run(self, program: SandboxProgram) -> ExecResult:
-        result = await self._call(
-            "run", replace(program, command=list(program.command), env=dict(program.env))
-        )
+        options = {"env": dict(program.env), "cwd": program.cwd, "stdin": program.stdin}
+        result = await self._call("exec", list(program.command), **options, timeout_s=program.timeout_s)
         if result.status in KILLED:  # perhaps by the end of the actor, which kills what it has started
             await self._await(self._actor.address.remote())
         return result

@@ -78,6 +78,7 @@ class SandboxSpec:
             )
         backend = import_dotted_name(name, "sandbox")
         missing = [part for part in MEMBERS if not hasattr(backend, part)]
+        missing += getattr(backend, "__abstractmethods__", ())
         if missing:
             raise ConfigError(
                 f"the sandbox {name} has no {', '.join(missing)}; see raylight.sandboxes.sandbox.Sandbox"

@@ -4,8 +4,8 @@ The prompt of a call mostly begins with the tokens of an earlier call. Its row h
 number of tokens that both share, and only the tokens after them.
 
 `CallDeltas` encodes the calls of a client. It remembers the latest one of each branch of an attempt's
-conversations, since that has the tokens and texts of those before. Nothing depends on it: a call of which it
-has no beginning is stored completely.
+conversations, since that has the tokens and texts of those before. Nothing depends on it: a call whose
+beginning it does not hold is stored completely.
 """
 
 from __future__ import annotations

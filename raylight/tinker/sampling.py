@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
+import logging
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from dataclasses import dataclass
@@ -14,7 +15,7 @@ import httpx2
 import numpy as np
 
 from raylight._utils.aio import BroadcastCondition, cancel_all
-from raylight.errors import EngineStartError
+from raylight.errors import EngineStartError, WeightSyncError
 from raylight.http.errors import RequestError, read_error
 from raylight.tinker.checkpoints import CheckpointPath, Checkpoints
 from raylight.tinker.datums import check_tokens
@@ -25,6 +26,8 @@ from raylight.tinker.wire import PROTOBUF, Sampled, write_samples
 from raylight.types import JsonObject
 from raylight.weights.client import CoordinatorClient
 from raylight.weights.orders import BoxedRef
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -298,8 +301,13 @@ class Samplers:
             await self._release_dropped(served)
 
     async def _release_dropped(self, served: ServedAdapter) -> None:
-        if served.dropped and not served.users:
+        if not served.dropped or served.users:
+            return
+        await asyncio.wait([served.loading])  # its requests may have been cancelled meanwhile
+        try:
             await self._client.release(served.name, self._timeout_s)
+        except WeightSyncError:
+            logger.warning("the adapter %s stays on the engines", served.name, exc_info=True)
 
     async def _make_room(self, path: str) -> ServedAdapter:
         """Begin to load an adapter, in the place of an unused one if there are too many."""

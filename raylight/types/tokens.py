@@ -16,7 +16,9 @@ from raylight.types.spans import Span
 from raylight.types.token_sets import NO_TOKEN_SETS, TokenSets
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
+    from transformers import PreTrainedTokenizerBase as Tokenizer
+else:
+    Tokenizer = Any  # its class takes seconds to import
 
 GREEDY_BELOW = 1e-5
 """Temperatures below this limit mean greedy sampling, as in vLLM; dividing logits by them would overflow."""
@@ -30,8 +32,6 @@ AUXILIARY = "auxiliary"
 
 FinishReason = Literal["stop", "length", "aborted"]
 
-Tokenizer: TypeAlias = "PreTrainedTokenizerBase"
-"""A model's tokenizer, with its chat template. Its class takes seconds to import."""
 IntArray: TypeAlias = NDArray[np.int32]
 """Token ids or counts, int32 of shape (tokens,)."""
 VersionArray: TypeAlias = NDArray[np.int64]

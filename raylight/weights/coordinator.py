@@ -520,10 +520,11 @@ class ReplicaCoordinator:
         order.check(self._versions.used, self._quorum.ever_subscribed, self._desired.get("sleep"))
         order = replace(order, number=self._next_number())
         before = self._completed.get(order.subject)
+        issued = self._now()
         pending = self._pending = PendingOrder(
             order,
             self._quorum,
-            issued=(issued := self._now()),
+            issued=issued,
             deadline=issued + order.timeout,
             before=before,
             last_version=self._versions.used,

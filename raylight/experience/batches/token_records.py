@@ -83,7 +83,7 @@ class TokenRecords:
             found = _NAME.fullmatch(file.name)
             if found and int(found[1]) > step:
                 file.unlink(missing_ok=True)
-        write_atomic(self._file(step), save(tensors, {"rollouts": owners}))
+        write_atomic(self._file(step), save(tensors, {"rollouts": owners, "untrained": "nan"}))
 
     def has(self, step: int) -> bool:
         """Return True if there is a file of the step."""
@@ -100,6 +100,7 @@ class TokenRecords:
             return found
         with safe_open(file, "numpy") as tensors:
             owners = json.loads(tensors.metadata()["rollouts"])
+            zeros_are_untrained = "untrained" not in tensors.metadata()  # in files of earlier versions
             lengths = tensors.get_tensor("length")
             starts = tensors.get_tensor("start")
             ends = np.cumsum(lengths)
@@ -107,7 +108,9 @@ class TokenRecords:
             for owner, start, length, end in zip(owners, starts, lengths, ends, strict=True):
                 if owner in found:
                     part = slice(int(end - length), int(end))
-                    found[owner].append(RecordedRow(int(start), logprobs[part], advantages[part]))
+                    own = advantages[part]
+                    own = np.where(own == 0, np.float32("nan"), own) if zeros_are_untrained else own
+                    found[owner].append(RecordedRow(int(start), logprobs[part], own))
         return found
 
     def _file(self, step: int) -> Path:

@@ -220,7 +220,7 @@ def plan_settings(
         )
     requested = replace(requested, engine=engine.model_copy(update={"kind": kind}))
     if engine.kind == "auto":
-        engine = engine.model_copy(update={"kind": choose_engine(engine)})
+        engine = engine.model_copy(update={"kind": kind if engine.num_gpus else choose_engine(engine)})
     teachers = plan_teachers(algorithm, model_path)
     algorithm = algorithm.with_teachers({name: one.config for name, one in teachers.items()})
     settings = TrainedSettings(

@@ -254,8 +254,10 @@ class PolicyComponents(RolloutComponents):
 
     def _make_model(self, settings: ServedSettings) -> ServedModel:
         learner = self.training.learner
-        make = LocalModel if learner.kind == "local" else ServedModel
-        return make(self._context, settings.serving, self.store, learner=learner)
+        if learner.kind == "local":
+            return LocalModel(self._context, settings.serving, self.store, learner=learner)
+        sends = not self.training.adapters  # which travel as objects of Ray
+        return ServedModel(self._context, settings.serving, self.store, learner=learner if sends else None)
 
     async def _start(self) -> None:
         await self._start_together({"the learners": self.learners.start()})

@@ -287,7 +287,7 @@ def _describe(totals: list[dict[str, float]]) -> dict[str, float]:
     """Return the metrics of all teachers, which have scored at the same time, from those of each."""
     names = {name for found in totals for name in found}
     metrics = {name: math.fsum(found.get(name, 0.0) for found in totals) for name in names}
-    metrics["time/teacher_s"] = max(found["time/teacher_s"] for found in totals)
+    metrics["time/teacher_s"] = max((found["time/teacher_s"] for found in totals), default=0.0)
     for mean in metrics.keys() & MEANS.keys():
         metrics[mean] /= max(metrics[MEANS[mean]], 1)
     return {name: value for name, value in metrics.items() if name != "spans"}

@@ -43,6 +43,8 @@ SAME_UPDATES = {
     "max_logprob_mismatch",
 }
 """Settings of an algorithm that do not affect its updates."""
+CHOICE_OF_TASKS = {"weights", "solved", "unsolved", "advance_at", "window"}
+"""Settings of task sets that choose among the same tasks."""
 NOT_COMPARED = {"name", "versions", "resources"}
 """Top-level keys of a run's configuration that may differ from the training state's."""
 PROGRESS_KEYS = (
@@ -169,8 +171,9 @@ def resume_after(
 ) -> ResumePoint:
     """Return the starting point after a training state.
 
-    A new lineage starts if the state has another run directory or if changed settings affect the updates:
-    the rollouts after the state then cannot be replayed. Its weights get versions that were never used.
+    A new lineage starts if the state comes from another run directory or if changed settings affect the
+    updates: the rollouts after the state then cannot be replayed. Its weights get versions that were never
+    used.
 
     Args:
         metadata: result of `state_metadata`, as stored with the state.
@@ -188,7 +191,7 @@ def resume_after(
     if changed:
         listed = "; ".join(f"{name}: {values}" for name, values in changed.items())
         notes.append(f"settings that differ from the training state's: {listed}")
-    if any(name.partition(".")[0] == "tasks" for name in changed):
+    if any(map(_changes_tasks, changed)):
         progress["tasks"] = {}  # it names tasks by their positions in the former ones
     updates_differ = same_run and any(affects_updates(name, config) for name in changed)
     if same_run and not updates_differ:
@@ -269,6 +272,12 @@ def changed_settings(before: JsonObject, now: JsonObject) -> dict[str, str]:
     return changed
 
 
+def _changes_tasks(name: str) -> bool:
+    """Return True if a setting tells other training tasks, and not how they are chosen."""
+    section, *parts = name.split(".")
+    return section == "tasks" and not CHOICE_OF_TASKS & set(parts)
+
+
 def _read_progress(metadata: JsonObject) -> JsonObject:
     """Return the values of `PROGRESS_KEYS`; raise ConfigError if another version wrote other keys."""
     metadata = ADDED_KEYS | metadata
@@ -294,7 +303,7 @@ def affects_updates(name: str, config: JsonObject) -> bool:
         return any(settings.get("lr_schedule", "constant") != "constant" for settings in schedules)
     if section == "algorithm":
         return rest.split(".")[0] not in SAME_UPDATES
-    sections = ("seed", "tasks", "trained_agents", "group_reward", "reward_models")
+    sections = ("seed", "tasks", "trained_agents", "group_reward")
     return section in sections or name in ("learner.long_rows", "learner.max_row_tokens")
 
 

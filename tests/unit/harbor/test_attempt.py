@@ -146,6 +146,19 @@ async def test_the_variables_of_a_dockerfile_are_those_of_its_steps_and_tests(
     assert await HarborAttempt(task).image_variables(sandbox) == variables
 
 
+async def test_a_path_of_an_image_hides_no_program_of_the_sandbox_from_tests(
+    tmp_path: Path, make_sandbox: Callable
+) -> None:
+    env = 'ENV PATH="/app/bin:$PATH" PYTHONPATH=modules LD_PRELOAD=/app/x.so DATA=/app/data MODE=image\n'
+    tests = "#!/bin/sh\n[ -z $PYTHONPATH$LD_PRELOAD$DATA ] && echo $MODE && python3 -c 'exit(1)' && "
+    task = make(
+        tmp_path / "task", tests=f"{tests}echo 1 > /logs/verifier/reward.txt\n", dockerfile=DOCKERFILE + env
+    )
+    forge = "mkdir bin && printf '#!/bin/sh\nexit 0' > bin/python3 && chmod 755 bin/python3"
+    with pytest.raises(RewardError, match=r"ended with status 1 .* ends: image"):
+        await attempt(task, await make_sandbox(), forge)
+
+
 async def test_an_image_needs_a_sandbox_with_images(tmp_path: Path, make_sandbox: Callable) -> None:
     task = make(tmp_path / "task", '[environment]\ndocker_image = "python:3.12"')
     with pytest.raises(ConfigError, match="starts from the image python"):

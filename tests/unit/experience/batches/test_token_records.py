@@ -4,6 +4,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from safetensors.numpy import load_file, save_file
 
 from raylight.experience.batches.token_records import TOKENS_FOLDER, RowRecord, TokenRecords
 
@@ -26,6 +27,15 @@ def test_a_row_that_is_on_several_ranks_is_recorded_once(tmp_path: Path) -> None
     records = TokenRecords(tmp_path)
     records.write(1, [row(0, 1, 1.0), row(0, 1, 1.0)], ["a"])
     assert len(records.read(1, ["a"])["a"]) == 1
+
+
+def test_zeros_of_earlier_versions_are_of_untrained_tokens(tmp_path: Path) -> None:
+    records = TokenRecords(tmp_path)
+    records.write(1, [row(0, 1, 1.0, 0.0)], ["a"])
+    assert records.read(1, ["a"])["a"][0].advantages.tolist() == [1.0, 0.0]
+    (file,) = (tmp_path / TOKENS_FOLDER).iterdir()
+    save_file(load_file(file), file, {"rollouts": '["a"]'})
+    np.testing.assert_equal(records.read(1, ["a"])["a"][0].advantages, [1.0, np.nan])
 
 
 def test_a_step_without_records_has_none(tmp_path: Path) -> None:

@@ -126,6 +126,8 @@ def test_gpus_elsewhere_are_planned_with_vllm(model: str, monkeypatch: pytest.Mo
     settings = (run_settings(), RunnerConfig(), cluster)
     engine = plan_settings(GRPO(model=model), *settings).roles[1]
     assert (engine.gpus, engine.total("host") > 1400 * 2**20) == (1, True)
+    given = run_settings(num_gpus=1, args={"gpu_memory_utilization": 0.5})
+    assert plan_settings(GRPO(model=model), given, *settings[1:]).roles[1].gpus == 1  # arguments of vLLM
 
 
 @pytest.mark.parametrize(

@@ -72,7 +72,6 @@ def changed(**values: object) -> dict:
         ({"seed": 1}, True),
         ({"tasks__digest": "xyz"}, True),
         ({"group_reward": "my_module:reward"}, True),
-        ({"reward_models": [{"name": "judge", "model": "/j"}]}, True),
         ({"algorithm__lr_schedule": "cosine", "total_steps": 40}, True),
     ],
 )
@@ -193,6 +192,15 @@ def test_other_tasks_are_chosen_from_the_beginning(former: TaskSet, tasks: TaskS
     resumed, fresh = tasks.sampler(0), tasks.sampler(0)
     resumed.load_state_dict(other.tasks)
     assert [resumed.draw(n).task for n in range(9)] == [fresh.draw(n).task for n in range(9)]
+
+
+def test_tasks_that_are_chosen_otherwise_keep_what_is_known_of_them():
+    former, now = (Stages({"a": TEN, "b": TEN}, advance_at=share) for share in (0.5, 0.6))
+    sampler = former.sampler(0)
+    state = metadata(fresh_start()) | {"tasks": sampler.state_dict()}
+    state["config"] = CONFIG | {"tasks": former.fingerprint()}
+    start = resume_after("u", 10, state, CONFIG | {"tasks": now.fingerprint()}, 0)
+    assert start.tasks == sampler.state_dict()
 
 
 def test_a_state_of_another_version_raises():
