@@ -87,8 +87,11 @@ class StartUp:
         self._warned = False
         self._bundle = {"CPU": config.num_cpus, **config.resources}
 
-    async def wait(self) -> None:
-        """Wait until every runner responds.
+    async def wait(self) -> dict[str, RayActorError]:
+        """Wait until every runner responds, or until one died.
+
+        Returns:
+            Errors of the runners whose process died, by no error of the agent, by name. Empty: all are up.
 
         Raises:
             PlacementError: the cluster has too few free resources for a runner.
@@ -96,11 +99,11 @@ class StartUp:
         """
         ready = {asyncio.ensure_future(actor.ready.remote()): name for name, actor in self._actors.items()}
         try:
-            await self._wait(ready)
+            return await self._wait(ready)
         finally:
             await cancel_all(ready)
 
-    async def _wait(self, ready: Mapping[asyncio.Future[Any], str]) -> None:
+    async def _wait(self, ready: Mapping[asyncio.Future[Any], str]) -> dict[str, RayActorError]:
         clock = asyncio.get_running_loop().time
         placement_end = clock() + self._config.placement_timeout_s
         give_up_at = clock() + self._config.start_timeout_s
@@ -110,15 +113,21 @@ class StartUp:
             done, late = await asyncio.wait(
                 late, timeout=max(next_check - clock(), 0.0), return_when=asyncio.FIRST_COMPLETED
             )
+            died: dict[str, RayActorError] = {}
             for task in done:
-                if task.exception() is None:
+                if (error := task.exception()) is None:
                     self._on_up(ready[task], task.result())
-            if errors := [error for task in done if (error := task.exception())]:
-                raise RunnerLostError(_failure_message(errors[0])) from errors[0]
+                elif isinstance(error, RayActorError) and not error.actor_init_failed:
+                    died[ready[task]] = error
+                else:
+                    raise RunnerLostError(_failure_message(error)) from error
+            if died:
+                return died
             if done or await self._check(
                 {ready[task] for task in late}, clock() >= placement_end, clock() >= give_up_at
             ):
                 give_up_at = clock() + self._config.start_timeout_s
+        return {}
 
     async def _check(self, late: set[str], placement_over: bool, start_over: bool) -> bool:
         """Return True if a runner made progress since the last check; raise if its time is over."""
@@ -360,15 +369,42 @@ class RunnerPool:
         return runner
 
     async def _bring_up(self, runners: list[PooledRunner]) -> None:
-        """Wait until new runners are up, without those that a resize takes away meanwhile."""
-        while runners := [runner for runner in runners if runner.name in self._runners]:
-            waiting = {runner.name: runner.actor for runner in runners if runner.node is None}
+        """Wait until new runners are up, without those that a resize takes away meanwhile.
+
+        Others start in the place of those that die, and are added to `runners`: a process may be killed, and
+        Ray may place a runner on a node that is being lost.
+        """
+        while waiting := {
+            runner.name: runner.actor
+            for runner in runners
+            if runner.node is None and runner.name in self._runners
+        }:
             try:
-                await StartUp(waiting, self._config, on_up=self._begin).wait()
-                return
+                died = await StartUp(waiting, self._config, on_up=self._begin).wait()
             except RaylightError:
                 if self._runners.keys() >= waiting.keys():
                     raise
+                continue
+            for name, error in died.items():
+                if name in self._runners:
+                    runners.append(self._start_again(name, summarize_ray_error(error)))
+
+    def _start_again(self, name: str, reason: str) -> PooledRunner:
+        """Start a runner in the place of one that died while it started."""
+        ray.kill(self._runners.pop(name).actor)
+        self.lost += 1
+        self._lost_in_a_row += 1
+        self._check_losses(reason)
+        logger.warning("%s died while it started (%s); another runner starts", name, reason)
+        return self._start_runner()
+
+    def _check_losses(self, reason: str) -> None:
+        """Raise RunnerLostError if too many runners died in a row."""
+        if self._lost_in_a_row > self._config.max_restarts:
+            raise RunnerLostError(
+                f"{self._lost_in_a_row} runners died and no rollout succeeded meanwhile; the last error: "
+                f"{reason}. See its log with `ray logs actor`, or raise RunnerConfig.max_restarts"
+            )
 
     def _begin(self, name: str, node: str) -> None:
         """Have a runner that is up execute rollouts, at once or when the watch begins."""
@@ -471,11 +507,7 @@ class RunnerPool:
             self._lost_in_a_row = 1 if succeeded > self._succeeded else self._lost_in_a_row + 1
             self._succeeded = succeeded
         requeued = await self._store.release_worker(runner.worker_id, reason)
-        if self._lost_in_a_row > self._config.max_restarts:
-            raise RunnerLostError(
-                f"{self._lost_in_a_row} runners died and no rollout succeeded meanwhile; the last error: "
-                f"{reason}. See its log with `ray logs actor`, or raise RunnerConfig.max_restarts"
-            )
+        self._check_losses(reason)
         logger.warning(
             "%s ended (%s); %d rollouts go back to the queue and another runner starts",
             runner.name,
@@ -487,35 +519,23 @@ class RunnerPool:
     async def _replace(self, name: str, reason: str) -> None:
         """Start a runner in the place of one that ended, if the pool still lacks one.
 
-        A replacement that dies counts as a lost runner too: Ray may place it on a node that is being lost. A
-        replacement without resources waits for them as long as other runners work.
+        A replacement without resources waits for them as long as other runners work.
 
         Raises:
             RunnerLostError: the replacement cannot be placed or cannot load the agent, or too many died.
         """
-        while len(self._runners) < self._config.n:
-            replacement = self._start_runner()
+        if len(self._runners) >= self._config.n:
+            return
+        starting = [self._start_runner()]
+        while True:
             try:
-                await self._await_replacement(replacement)
+                await self._bring_up(starting)
                 return
             except (PlacementError, RunnerLostError) as error:
-                if not _died(error) or self._lost_in_a_row >= self._config.max_restarts:
+                if not self.size or not isinstance(error, PlacementError):
                     raise RunnerLostError(
                         f"{name} ended ({reason}) and could not be replaced: {error}"
                     ) from None
-                self.lost += 1
-                self._lost_in_a_row += 1
-                ray.kill(self._runners.pop(replacement.name).actor)
-                logger.warning("the replacement of %s died (%s); another runner starts", name, error)
-
-    async def _await_replacement(self, replacement: PooledRunner) -> None:
-        while True:
-            try:
-                await self._bring_up([replacement])
-                return
-            except PlacementError as error:
-                if not self.size:
-                    raise
                 logger.warning("the run goes on with %d runner(s) meanwhile: %s", self.size, error)
 
     async def _probe_forever(self) -> None:
@@ -536,6 +556,7 @@ class RunnerPool:
             for task in stuck:
                 logger.warning("a runner did not respond for %g s and is killed", self._config.stuck_after_s)
                 ray.kill(probes[task])
+            await cancel_all(stuck)
 
     async def _reject_forever(self) -> None:
         """Fail all further rollouts, because every runner has executed its `max_rollouts`; they would wait
@@ -552,9 +573,3 @@ class RunnerPool:
 def _number(runner: PooledRunner) -> int:
     """Position of a runner in the order of their starts."""
     return int(runner.name.rpartition("-")[2])
-
-
-def _died(error: RaylightError) -> bool:
-    """Return True if a runner's process ended while it started, by no error of the agent."""
-    cause = error.__cause__
-    return isinstance(cause, RayActorError) and not cause.actor_init_failed

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,7 @@ import ray
 from ray_cluster import Cluster, eventually
 
 from raylight.config import RunnerConfig
-from raylight.errors import PlacementError
+from raylight.errors import PlacementError, RunnerLostError
 from raylight.runner.pool import StartUp, read_start_states
 
 
@@ -48,9 +49,28 @@ async def test_a_slow_start_is_not_taken_for_missing_resources(
             pipe.write_text("open")  # after the first deadline
             return {"runner-0": state}
 
-        await StartUp({"runner-0": slow}, config, open_gate).wait()
+        assert await StartUp({"runner-0": slow}, config, open_gate).wait() == {}
         ray.kill(slow)
     assert "have resources but are not up yet" in caplog.text
+
+
+@pytest.mark.slow
+async def test_a_killed_process_is_not_taken_for_an_agent_that_fails(
+    cluster: Cluster, tmp_path: Path
+) -> None:
+    pipe = tmp_path / "gate"
+    os.mkfifo(pipe)
+    config = RunnerConfig(num_cpus=0.2)
+    with cluster.connected():
+        actors = {"runner-0": Gated.options(num_cpus=0.2).remote(str(pipe))}
+        eventually(
+            lambda: read_start_states(actors, {"CPU": 0.2})["runner-0"].phase == "loading", 60, "its process"
+        )
+        os.kill(read_start_states(actors, {"CPU": 0.2})["runner-0"].pid, signal.SIGKILL)
+        assert list(await StartUp(actors, config).wait()) == ["runner-0"]
+        broken = Gated.options(num_cpus=0.2).remote(str(tmp_path / "missing"))
+        with pytest.raises(RunnerLostError, match=r"did not start: .*FileNotFoundError"):
+            await StartUp({"runner-1": broken}, config).wait()
 
 
 @pytest.mark.slow

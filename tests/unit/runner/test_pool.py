@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from types import SimpleNamespace
@@ -208,6 +209,45 @@ async def test_a_bad_number_changes_nothing(
         assert pool.size == 1
 
 
+# deaths of runners that start
+
+
+async def test_runners_that_die_at_the_start_of_the_run_are_replaced(
+    cluster: Cluster, caplog: pytest.LogCaptureFixture
+) -> None:
+    cluster.faults = [DIED, DIED]
+    async with running(cluster, 2) as (pool, _):
+        assert (pool.size, pool.lost, cluster.alive) == (2, 2, ["runner-2", "runner-3"])
+        assert "runner-0 died while it started (The actor died unexpectedly" in caplog.text
+        ids = await enqueue(cluster.store, range(4))
+        assert await finished_once(cluster, ids) == [1] * 4
+
+
+@pytest.mark.parametrize(
+    ("faults", "message"),
+    [([DIED] * 4, "4 runners died .* died unexpectedly"), ([BROKEN], "did not start: No module named")],
+)
+async def test_runners_that_cannot_start_end_the_run(
+    faults: list[Exception], message: str, cluster: Cluster
+) -> None:
+    cluster.faults = list(faults)
+    with pytest.raises(RunnerLostError, match=message):
+        async with running(cluster, 1):
+            pass
+    assert cluster.alive == []
+
+
+async def test_a_resize_replaces_new_runners_that_die_and_gives_up_after_too_many(cluster: Cluster) -> None:
+    async with running(cluster, 1, max_restarts=2) as (pool, watching):
+        cluster.faults = [DIED]
+        await pool.resize(2)
+        assert (pool.size, cluster.alive) == (2, ["runner-0", "runner-2"])
+        cluster.faults = [DIED, DIED]
+        with pytest.raises(RunnerLostError, match="3 runners died"):
+            await pool.resize(3)
+        assert (pool.size, cluster.alive, watching.done()) == (2, ["runner-0", "runner-2"], False)
+
+
 # shrinking
 
 
@@ -271,7 +311,7 @@ async def test_a_replacement_that_dies_with_its_node_is_replaced_too(
         cluster.actors[0].kill()
         await until(lambda: pool.size == 1 and pool.lost == 3)
         assert cluster.alive == ["runner-3"]
-        assert "the replacement of runner-0 died" in caplog.text
+        assert "runner-1 died while it started" in caplog.text
 
 
 @pytest.mark.parametrize(
@@ -298,6 +338,18 @@ async def test_a_replacement_without_room_is_waited_for_while_others_work(
         await until(lambda: "goes on with 1 runner(s) meanwhile: 1 without room" in caplog.text)
         cluster.actors[2].up.set()
         await until(lambda: pool.size == 2)
+
+
+async def test_a_runner_that_does_not_respond_is_replaced_without_a_word_of_asyncio(
+    cluster: Cluster, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with running(cluster, 1, stuck_after_s=0.05) as (pool, _):
+        cluster.actors[0].up.clear()
+        await until(lambda: pool.lost == 1 and pool.size == 1)
+        assert cluster.alive == ["runner-1"]
+    gc.collect()
+    assert "did not respond for 0.05 s and is killed" in caplog.text
+    assert "never retrieved" not in caplog.text
 
 
 # draining nodes

@@ -130,9 +130,16 @@ def test_what_other_programs_wait_for_is_not_taken_for_a_runner(
 
 
 async def test_a_runner_that_fails_ends_the_start_at_once() -> None:
-    failed = Actor(RayActorError(error_msg="boom\nModuleNotFoundError: No module named 'agents'"))
+    message = "boom\nModuleNotFoundError: No module named 'agents'"
+    failed = Actor(RayActorError(error_msg=message, actor_init_failed=True))
     with pytest.raises(RunnerLostError, match=r"No module named 'agents'.*must be importable on every node"):
         await StartUp({"runner-0": Actor(), "runner-1": failed}, RunnerConfig(), states(STARTING)).wait()
+
+
+async def test_a_runner_that_dies_is_returned_at_once() -> None:
+    killed = RayActorError(error_msg="The actor died unexpectedly before finishing this task")
+    actors = {"runner-0": Actor(), "runner-1": Actor(killed)}
+    assert await StartUp(actors, RunnerConfig(), states(STARTING)).wait() == {"runner-1": killed}
 
 
 async def test_a_cancelled_start_leaves_no_task() -> None:
