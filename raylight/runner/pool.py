@@ -386,20 +386,20 @@ class RunnerPool:
                     raise
                 continue
             for name, error in died.items():
+                reason = summarize_ray_error(error)
                 if name in self._runners:
-                    runners.append(self._start_again(name, summarize_ray_error(error)))
+                    await self._count_loss(reason)
+                if name in self._runners:  # no resize has taken it away, before or meanwhile
+                    ray.kill(self._runners.pop(name).actor)
+                    logger.warning("%s died while it started (%s); another runner starts", name, reason)
+                    runners.append(self._start_runner())
 
-    def _start_again(self, name: str, reason: str) -> PooledRunner:
-        """Start a runner in the place of one that died while it started."""
-        ray.kill(self._runners.pop(name).actor)
+    async def _count_loss(self, reason: str) -> None:
+        """Count a runner that died; raise RunnerLostError if too many did in a row."""
+        succeeded = (await self._store.statistics()).get("rollouts_succeeded", 0)
         self.lost += 1
-        self._lost_in_a_row += 1
-        self._check_losses(reason)
-        logger.warning("%s died while it started (%s); another runner starts", name, reason)
-        return self._start_runner()
-
-    def _check_losses(self, reason: str) -> None:
-        """Raise RunnerLostError if too many runners died in a row."""
+        self._lost_in_a_row = 1 if succeeded > self._succeeded else self._lost_in_a_row + 1
+        self._succeeded = succeeded
         if self._lost_in_a_row > self._config.max_restarts:
             raise RunnerLostError(
                 f"{self._lost_in_a_row} runners died and no rollout succeeded meanwhile; the last error: "
@@ -501,13 +501,10 @@ class RunnerPool:
             self.replaced += 1
             reason = EXIT_REASONS[serving.result()]
         else:
-            self.lost += 1
             reason = summarize_ray_error(error)
-            succeeded = (await self._store.statistics()).get("rollouts_succeeded", 0)
-            self._lost_in_a_row = 1 if succeeded > self._succeeded else self._lost_in_a_row + 1
-            self._succeeded = succeeded
         requeued = await self._store.release_worker(runner.worker_id, reason)
-        self._check_losses(reason)
+        if error is not None:
+            await self._count_loss(reason)
         logger.warning(
             "%s ended (%s); %d rollouts go back to the queue and another runner starts",
             runner.name,
@@ -550,13 +547,15 @@ class RunnerPool:
             }
             if not probes:
                 continue
-            responsive, stuck = await asyncio.wait(probes, timeout=self._config.stuck_after_s)
-            for task in responsive:
-                task.exception()  # `watch` handles runners that died
-            for task in stuck:
-                logger.warning("a runner did not respond for %g s and is killed", self._config.stuck_after_s)
-                ray.kill(probes[task])
-            await cancel_all(stuck)
+            try:
+                _, stuck = await asyncio.wait(probes, timeout=self._config.stuck_after_s)
+                for task in stuck:
+                    logger.warning(
+                        "a runner did not respond for %g s and is killed", self._config.stuck_after_s
+                    )
+                    ray.kill(probes[task])
+            finally:  # also at the end of the run; `watch` handles runners that died
+                await cancel_all(probes)
 
     async def _reject_forever(self) -> None:
         """Fail all further rollouts, because every runner has executed its `max_rollouts`; they would wait

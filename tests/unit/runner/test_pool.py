@@ -248,6 +248,22 @@ async def test_a_resize_replaces_new_runners_that_die_and_gives_up_after_too_man
         assert (pool.size, cluster.alive, watching.done()) == (2, ["runner-0", "runner-2"], False)
 
 
+async def test_deaths_with_successes_between_them_do_not_add_up(cluster: Cluster) -> None:
+    cluster.finish.set()
+    async with running(cluster, 1, max_restarts=1) as (pool, watching):
+        for size in (2, 3):
+            await finished_once(cluster, await enqueue(cluster.store, range(2)))
+            cluster.faults = [DIED]
+            await pool.resize(size)
+        for node in ("n2", "n3"):
+            await finished_once(cluster, await enqueue(cluster.store, range(2)))
+            cluster.faults, cluster.draining, cluster.node = [DIED], {cluster.node: None}, node
+            drained = [actor for actor in cluster.actors if not actor.dead.is_set()]
+            await asyncio.gather(*(actor.dead.wait() for actor in drained))
+            await until(lambda: pool.size == 3)
+        assert (pool.lost, watching.done()) == (4, False)
+
+
 # shrinking
 
 
@@ -349,6 +365,25 @@ async def test_a_runner_that_does_not_respond_is_replaced_without_a_word_of_asyn
         assert cluster.alive == ["runner-1"]
     gc.collect()
     assert "did not respond for 0.05 s and is killed" in caplog.text
+    assert "never retrieved" not in caplog.text
+
+
+async def test_a_run_that_ends_while_a_runner_is_probed_leaves_no_word_of_asyncio(
+    cluster: Cluster, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "PROBE_INTERVAL_S", 0.01)
+    probes = []
+
+    def wait() -> Any:
+        probes.append(asyncio.current_task())
+        return asyncio.Event().wait()
+
+    async with running(cluster, 1):
+        monkeypatch.setattr(cluster.actors[0].up, "wait", wait)
+        await until(lambda: bool(probes))
+    await asyncio.wait(probes)
+    probes.clear()
+    gc.collect()
     assert "never retrieved" not in caplog.text
 
 
