@@ -9,12 +9,19 @@ import asyncio
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Protocol
+
+import numpy as np
 
 from raylight._utils.aio import BroadcastCondition, cancel_all
 from raylight.http.errors import RequestError
 from raylight.tinker.promises import ResultBody
-from raylight.tinker.requests import LoraSpec
+from raylight.tinker.requests import AdamParams, LoraSpec
 from raylight.types import JsonObject
+
+if TYPE_CHECKING:
+    from raylight.engines.protocol import LoraAdapter
+    from raylight.tinker.datums import Batch
 
 Work = Callable[[], Awaitable[ResultBody]]
 GAP_S = 330.0
@@ -102,6 +109,26 @@ class ModelTurns:
             if work is not None:  # nobody waits for a rejected request
                 future.set_exception(error)
         self._waiting.clear()
+
+
+class AdapterTrainer(Protocol):
+    """The methods of the trainer, which `LoraTrainer` describes."""
+
+    def create(self, model_id: str, spec: LoraSpec) -> None: ...
+
+    def remove(self, model_id: str) -> None: ...
+
+    def forward_backward(
+        self, model_id: str, batch: Batch, backward: bool
+    ) -> tuple[float, list[np.ndarray]]: ...
+
+    def optim_step(self, model_id: str, params: AdamParams) -> dict[str, float]: ...
+
+    def export(self, model_id: str) -> LoraAdapter: ...
+
+    def export_optimizer(self, model_id: str) -> dict[str, np.ndarray]: ...
+
+    def load(self, model_id: str, adapter: LoraAdapter, optimizer: dict[str, np.ndarray] | None) -> None: ...
 
 
 RESTARTED = "the trainer has died and was started again"

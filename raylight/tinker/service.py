@@ -7,7 +7,7 @@ import functools
 import logging
 import uuid
 from collections.abc import Awaitable, Callable, Coroutine
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, TypeVar, TypeVarTuple
 
 import numpy as np
 
@@ -16,7 +16,7 @@ from raylight.http.errors import RequestError
 from raylight.tinker import requests as bodies
 from raylight.tinker.checkpoints import CheckpointPath, Checkpoints
 from raylight.tinker.datums import check_batch
-from raylight.tinker.models import RESTARTED, Models, TenantModel, Work
+from raylight.tinker.models import RESTARTED, AdapterTrainer, Models, TenantModel, Work
 from raylight.tinker.promises import Promises, ResultBody, json_answer
 from raylight.tinker.sampling import Samplers, SamplingClients
 from raylight.tinker.settings import TinkerSettings
@@ -32,6 +32,8 @@ from raylight.types import JsonObject
 if TYPE_CHECKING:
     from raylight.tinker.trainer_actor import TrainerClient
 
+T = TypeVar("T")
+Ts = TypeVarTuple("Ts")
 logger = logging.getLogger(__name__)
 
 DEFAULT_RANK = 32
@@ -92,9 +94,9 @@ class TinkerService:
             batch = check_batch(read_data(message), loss, read_settings(message), *limits)
 
             async def compute() -> ResultBody:
-                call, backward = self._trainer.call, not message.forward_only
-                loss, logprobs = await self._train(model, call, "forward_backward", batch, backward)
-                return ResultBody(write_forward_backward(loss, logprobs), PROTOBUF)
+                train = AdapterTrainer.forward_backward
+                total, logprobs = await self._train(model, train, batch, not message.forward_only)
+                return ResultBody(write_forward_backward(total, logprobs), PROTOBUF)
 
             return compute
 
@@ -105,7 +107,7 @@ class TinkerService:
         model = self.models.get(body.model_id)
 
         async def step() -> ResultBody:
-            metrics = await self._train(model, self._trainer.call, "optim_step", body.adam_params)
+            metrics = await self._train(model, AdapterTrainer.optim_step, body.adam_params)
             return json_answer({"metrics": metrics, "type": "optim_step"})
 
         return self._submit(model, body.seq_id, lambda: step)
@@ -120,7 +122,7 @@ class TinkerService:
             path = CheckpointPath.of(model.model_id, "weights", body.path or f"state-{uuid.uuid4().hex}")
 
             async def save() -> ResultBody:
-                optimizer = await self._train(model, self._trainer.call, "export_optimizer")
+                optimizer = await self._train(model, AdapterTrainer.export_optimizer)
                 await self._save(model, path, optimizer, body.ttl_seconds, body.overwrite)
                 return json_answer({"path": str(path), "type": "save_weights"})
 
@@ -213,7 +215,7 @@ class TinkerService:
     async def _remove(self, model_id: str) -> None:
         """Remove an adapter from the trainer, unless it is lost."""
         try:
-            await self._trainer.remove(model_id)
+            await self._trainer.call(AdapterTrainer.remove, model_id)
         except AdapterLostError:
             logger.info("model %s went with the trainer, before it was removed", model_id)
         except LearnerLostError as error:
@@ -253,7 +255,7 @@ class TinkerService:
 
         async def create() -> ResultBody:
             try:
-                await self._train(model, self._trainer.create, spec)
+                await self._train(model, AdapterTrainer.create, spec)
                 if load is not None:
                     await load(model)
             except Exception:
@@ -271,7 +273,7 @@ class TinkerService:
         optimizer = None
         if with_optimizer:
             optimizer = await asyncio.to_thread(self.checkpoints.load_optimizer, path)
-        await self._train(model, self._trainer.call, "load", adapter, optimizer)
+        await self._train(model, AdapterTrainer.load, adapter, optimizer)
 
     def _submit(self, model: TenantModel, number: int | None, prepare: Callable[[], Work]) -> Accepted:
         """Accept a request of a model, whose number is used up even if `prepare` rejects it.
@@ -298,7 +300,7 @@ class TinkerService:
         ttl_s: int | None,
         overwrite: bool,
     ) -> None:
-        adapter = await self._train(model, self._trainer.call, "export")
+        adapter = await self._train(model, AdapterTrainer.export)
         await asyncio.to_thread(
             self.checkpoints.save,
             path,
@@ -310,11 +312,13 @@ class TinkerService:
             overwrite=overwrite,
         )
 
-    async def _train(self, model: TenantModel, method: Callable[..., Awaitable[Any]], *args: Any) -> Any:
+    async def _train(
+        self, model: TenantModel, method: Callable[[AdapterTrainer, str, *Ts], T], *args: *Ts
+    ) -> T:
         """Call a method of the trainer for a model. One whose adapter was lost is not called again."""
         if model.lost is None:
             try:
-                return await method(model.model_id, *args)
+                return await self._trainer.call(method, model.model_id, *args)
             except AdapterLostError:
                 await self._note_loss(model)
             except LearnerLostError as error:

@@ -7,8 +7,9 @@ import itertools
 import logging
 import threading
 import uuid
+from collections.abc import Callable
 from concurrent.futures import Future
-from typing import Any
+from typing import Any, TypeVar, TypeVarTuple
 
 import ray
 from ray.exceptions import OutOfMemoryError, RayActorError, RayTaskError
@@ -16,9 +17,10 @@ from ray.exceptions import OutOfMemoryError, RayActorError, RayTaskError
 from raylight._utils.aio import pause
 from raylight.config import LearnerConfig, cpu_threads
 from raylight.errors import AdapterLostError, EngineStartError, LearnerLostError, summarize_ray_error
-from raylight.tinker.models import RESTARTED
-from raylight.tinker.requests import LoraSpec
+from raylight.tinker.models import RESTARTED, AdapterTrainer
 
+T = TypeVar("T")
+Ts = TypeVarTuple("Ts")
 logger = logging.getLogger(__name__)
 
 TRAINER_NAME = "trainer"
@@ -43,7 +45,8 @@ class TrainerActor:
         from raylight.tinker.lora_trainer import LoraTrainer
 
         torch.set_num_threads(threads)
-        self._calls = NumberedCalls(LoraTrainer(model_path, dtype, select_device("auto"), max_tokens))
+        trainer: AdapterTrainer = LoraTrainer(model_path, dtype, select_device("auto"), max_tokens)
+        self._calls = NumberedCalls(trainer)
         self._process_id = uuid.uuid4().hex
 
     @ray.method(concurrency_group=LIVENESS_GROUP)
@@ -125,20 +128,21 @@ class TrainerClient:
         lost, self._lost = self._lost, []
         return lost
 
-    async def create(self, model_id: str, spec: LoraSpec) -> None:
-        await self._reconnect(self._deadline())  # after a death while nobody called
-        self._held.add(model_id)
-        await self.call(model_id, "create", spec)
-
-    async def remove(self, model_id: str) -> None:
-        await self.call(model_id, "remove")
-        self._held.discard(model_id)
-
     def stop(self) -> None:
         ray.kill(self._actor)
 
-    async def call(self, model_id: str, method: str, *args: object) -> Any:
-        """Call a method of `LoraTrainer` for a model."""
+    async def call(self, method: Callable[[AdapterTrainer, str, *Ts], T], model_id: str, *args: *Ts) -> T:
+        """Call a method of the trainer for a model."""
+        name = method.__name__
+        if name == "create":
+            await self._reconnect(self._deadline())  # after a death while nobody called
+            self._held.add(model_id)
+        found: T = await self._call(name, model_id, *args)
+        if name == "remove":
+            self._held.discard(model_id)
+        return found
+
+    async def _call(self, method: str, model_id: str, *args: object) -> Any:
         number, process_id, deadline = next(self._numbers), self._process_id, None
         while True:
             try:

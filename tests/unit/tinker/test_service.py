@@ -12,7 +12,8 @@ from unit_helpers import until, within
 from raylight.errors import LearnerLostError
 from raylight.http.errors import RequestError
 from raylight.tinker.checkpoints import Checkpoints
-from raylight.tinker.requests import CreateModel, LoraSpec
+from raylight.tinker.models import AdapterTrainer
+from raylight.tinker.requests import CreateModel
 from raylight.tinker.settings import TinkerSettings
 
 pytest.importorskip("tinker.proto", reason="pip install 'raylight[tinker]'")
@@ -29,8 +30,8 @@ class Trainer:
         self.losses: asyncio.Queue[list[str]] = asyncio.Queue()
         self.gone = False
 
-    async def create(self, model_id: str, spec: LoraSpec) -> None:
-        pass
+    async def call(self, method: Any, model_id: str, *args: Any) -> None:
+        assert method is AdapterTrainer.create
 
     async def wait_loss(self) -> list[str]:
         lost = await self.losses.get()

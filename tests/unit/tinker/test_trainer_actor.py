@@ -13,7 +13,7 @@ from unit_helpers import within
 from raylight._utils.aio import cancel_all
 from raylight.errors import AdapterLostError, LearnerLostError
 from raylight.tinker import trainer_actor
-from raylight.tinker.models import RESTARTED
+from raylight.tinker.models import RESTARTED, AdapterTrainer
 from raylight.tinker.requests import AdamParams, LoraSpec
 from raylight.tinker.trainer_actor import NumberedCalls, TrainerClient
 
@@ -110,7 +110,7 @@ async def handle(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Handle]:
 async def client_of(handle: Handle, timeout_s: float = 5.0) -> TrainerClient:
     client = TrainerClient(handle, timeout_s)
     await client.wait_ready()
-    await client.create("a", LoraSpec(rank=2))
+    await client.call(AdapterTrainer.create, "a", LoraSpec(rank=2))
     return client
 
 
@@ -119,7 +119,7 @@ async def test_a_call_that_did_not_reach_the_trainer_is_executed_once(handle: Ha
     client = await client_of(handle)
     for number in (1, 2):
         handle.faults = [(executed, UNREACHABLE)] * 3
-        assert await client.call("a", "optim_step", AdamParams()) == {"steps": number}
+        assert await client.call(AdapterTrainer.optim_step, "a", AdamParams()) == {"steps": number}
     assert handle.adapters.steps == {"a": 2}
 
 
@@ -127,14 +127,14 @@ async def test_a_trainer_that_stays_unreachable_is_lost(handle: Handle) -> None:
     client = await client_of(handle, timeout_s=0.05)
     handle.faults = [(False, UNREACHABLE)] * 1000
     with pytest.raises(LearnerLostError, match=r"could not be reached again within 0\.05 s"):
-        await client.call("a", "optim_step", AdamParams())
+        await client.call(AdapterTrainer.optim_step, "a", AdamParams())
 
 
 async def test_a_trainer_that_died_for_good_is_lost(handle: Handle) -> None:
     client = await client_of(handle)
     handle.faults = [(False, ActorDiedError())]
     handle.die()
-    for call in (client.call("a", "optim_step", AdamParams()), client.wait_loss()):
+    for call in (client.call(AdapterTrainer.optim_step, "a", AdamParams()), client.wait_loss()):
         with pytest.raises(LearnerLostError, match="start the server again"):
             await call
 
@@ -143,17 +143,17 @@ async def test_a_restarted_trainer_has_lost_its_adapters(handle: Handle) -> None
     client = await client_of(handle)
     handle.faults = [(False, OutOfMemoryError("killed"))]
     with pytest.raises(AdapterLostError, match="died and was started again"):
-        await client.call("a", "optim_step", AdamParams())
+        await client.call(AdapterTrainer.optim_step, "a", AdamParams())
     assert await client.wait_loss() == ["a"]
-    await client.create("b", LoraSpec(rank=2))
-    assert await client.call("b", "optim_step", AdamParams()) == {"steps": 1}
+    await client.call(AdapterTrainer.create, "b", LoraSpec(rank=2))
+    assert await client.call(AdapterTrainer.optim_step, "b", AdamParams()) == {"steps": 1}
 
 
 async def test_the_loss_of_idle_adapters_is_noticed(handle: Handle) -> None:
     client = await client_of(handle)
-    await client.create("b", LoraSpec(rank=2))
-    await client.create("removed", LoraSpec(rank=2))
-    await client.remove("removed")
+    await client.call(AdapterTrainer.create, "b", LoraSpec(rank=2))
+    await client.call(AdapterTrainer.create, "removed", LoraSpec(rank=2))
+    await client.call(AdapterTrainer.remove, "removed")
     waiting = asyncio.create_task(client.wait_loss())
     await asyncio.sleep(0)
     handle.interrupt()  # unreachable for a moment
@@ -161,7 +161,7 @@ async def test_the_loss_of_idle_adapters_is_noticed(handle: Handle) -> None:
     assert not waiting.done()
     handle.restart()
     assert await waiting == ["a", "b"]
-    await client.create("c", LoraSpec(rank=2))
+    await client.call(AdapterTrainer.create, "c", LoraSpec(rank=2))
     again = asyncio.create_task(client.wait_loss())
     await asyncio.wait([again], timeout=0.01)
     assert not again.done()
