@@ -287,9 +287,10 @@ class Samplers:
         if path is None:
             yield self._model
             return
-        served = self._served.pop(path, None)
-        if served is None or (served.loading.done() and served.loading.exception() is not None):
-            served = await self._make_room(path)
+        served = self._served.get(path)
+        if served is not None and served.loading.done() and served.loading.exception() is not None:
+            await self.drop(path)  # some engines may have it, or load it yet
+        served = self._served.pop(path, None) or await self._make_room(path)
         self._served[path] = served  # the last used one
         served.users += 1
         try:
@@ -301,8 +302,10 @@ class Samplers:
             await self._release_dropped(served)
 
     async def _release_dropped(self, served: ServedAdapter) -> None:
-        if not served.dropped or served.users:
-            return
+        if served.dropped and not served.users:
+            await self._release(served)
+
+    async def _release(self, served: ServedAdapter) -> None:
         await asyncio.wait([served.loading])  # its requests may have been cancelled meanwhile
         try:
             await self._client.release(served.name, self._timeout_s)
@@ -326,7 +329,7 @@ class Samplers:
 
     async def _load(self, path: str, name: str, number: int, old: ServedAdapter | None) -> None:
         if old is not None:
-            await self._client.release(old.name, self._timeout_s)
+            await self._release(old)
         await self._client.pin(name, number, await self._fetch(path), self._timeout_s)
 
 

@@ -6,6 +6,9 @@ from typing import Any, cast
 import pytest
 from unit_helpers import until, within
 
+from raylight._utils.aio import cancel_all
+from raylight.errors import WeightSyncError
+
 pytest.importorskip("tinker.proto", reason="pip install 'raylight[tinker]'")
 from raylight.tinker.sampling import Samplers
 
@@ -13,16 +16,21 @@ PATH = "tinker://model/sampler_weights/a"
 
 
 class Engines:
-    """A stand-in for the coordinator of the engines. `gate` blocks its orders."""
+    """A stand-in for the coordinator of the engines. `gate` blocks its orders. If `late`, the next adapter is
+    loaded after its time."""
 
     def __init__(self) -> None:
         self.adapters: set[str] = set()
         self.probing = 0
         self.gate = asyncio.Event()
+        self.late = False
 
     async def pin(self, name: str, version: int, payload_ref: list[Any], timeout: float) -> None:
         await self.gate.wait()
         self.adapters.add(name)
+        if self.late:
+            self.late = False
+            raise WeightSyncError("not in time")
 
     async def release(self, name: str, timeout: float) -> None:
         self.adapters.discard(name)
@@ -36,11 +44,11 @@ class Engines:
         return {"replica": [-float(i) for i in ids[1:]]}
 
 
-def samplers_of(engines: Engines) -> Samplers:
+def samplers_of(engines: Engines, limit: int = 8) -> Samplers:
     async def fetch(path: str) -> Any:
         return [path]
 
-    return Samplers("http://engines", "key", "base", cast(Any, engines), fetch, limit=8, timeout_s=5.0)
+    return Samplers("http://engines", "key", "base", cast(Any, engines), fetch, limit, timeout_s=5.0)
 
 
 async def test_many_prompts_are_probed_one_after_another() -> None:
@@ -64,3 +72,44 @@ async def test_an_adapter_that_is_dropped_while_it_is_loaded_leaves_the_engines_
         assert engines.adapters == {samplers._served[PATH].name}
         await samplers.drop(PATH)
         assert engines.adapters == set()
+
+
+async def test_an_adapter_whose_requests_were_cancelled_makes_room_once_it_is_loaded() -> None:
+    engines = Engines()
+    samplers = samplers_of(engines, limit=1)
+    async with within():
+        cancelled = asyncio.create_task(samplers.prompt_logprobs(PATH, [1, 2]))
+        await until(lambda: PATH in samplers._served)
+        await cancel_all([cancelled])
+        other = asyncio.create_task(samplers.prompt_logprobs("other", [1, 2]))
+        await until(lambda: "other" in samplers._served)
+        engines.gate.set()
+        assert await other == [None, -2.0]
+        assert engines.adapters == {samplers._served["other"].name}
+
+
+async def test_an_adapter_that_is_dropped_after_its_request_was_cancelled_leaves_the_engines() -> None:
+    engines = Engines()
+    samplers = samplers_of(engines)
+    async with within():
+        cancelled = asyncio.create_task(samplers.prompt_logprobs(PATH, [1, 2]))
+        await until(lambda: PATH in samplers._served)
+        await cancel_all([cancelled])
+        dropping = asyncio.create_task(samplers.drop(PATH))
+        await until(lambda: not samplers._served)
+        engines.gate.set()
+        await dropping
+        assert engines.adapters == set()
+
+
+async def test_an_adapter_that_engines_failed_to_load_in_time_is_released_before_it_is_loaded_again() -> None:
+    engines = Engines()
+    engines.gate.set()
+    engines.late = True
+    samplers = samplers_of(engines)
+    async with within():
+        with pytest.raises(WeightSyncError):
+            await samplers.prompt_logprobs(PATH, [1, 2])
+        assert engines.adapters == {"sampler-1"}
+        assert await samplers.prompt_logprobs(PATH, [1, 2]) == [None, -2.0]
+        assert engines.adapters == {"sampler-2"}
