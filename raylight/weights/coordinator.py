@@ -4,9 +4,10 @@ Replicas subscribe, and then poll: each sends its state, and receives the next t
 state. Laws:
 
 - An order ends well only when every live replica has reached it, and is complete only then.
-- Versions of weights and adapters come from one increasing sequence and are never reused. Only a version of
-  the weights that no replica has received may be published again: nothing was sampled with it. A pin serves a
-  published version of an adapter under a second name, which later versions leave alone until its release.
+- Versions of weights and adapters come from one increasing sequence and are never reused. Weights whose
+  publication has failed may be published again, unless a replica received them later: it does not receive
+  them again, and the sender may have other weights by then. A pin serves a published version of an adapter
+  under a second name, which later versions leave alone until its release.
 - The learners send weights to a set of replicas, its members, in a transfer. A phase of it ends when all
   members have executed it. As soon as one fails, leaves or dies, the transfer is broken: the members abort
   it, and the learners begin another one with those that are left. A repeated transfer has the order's full
@@ -546,7 +547,7 @@ class ReplicaCoordinator:
                 withdraw(self._desired, order, before)
                 withdraw(self._completed, order, before)  # all may have it, and be too few
                 self._break_transfer("its publication has ended")
-                self._versions.last = pending.last_version
+                self._versions.fail(pending.last_version, bool(pending.received()))
             raise
         finally:
             self._pending = None

@@ -244,8 +244,8 @@ class VersionSequence:
         last: highest version that was published, or is being published.
         received: highest version of the weights that any replica has received, perhaps after its publication
             had failed. 0 is the model as loaded.
-        awaits_repetition: True from a restart of the coordinator until the next publication: the caller of
-            one that was under way repeats it, and replicas may have received its version.
+        awaits_repetition: True from a restart of the coordinator, or the failure of a publication, until the
+            next one, if it may publish the version again that replicas have received.
     """
 
     last: int = -1
@@ -260,6 +260,15 @@ class VersionSequence:
 
     def begin(self, version: int) -> None:
         self.last, self.awaits_repetition = version, False
+
+    def fail(self, last: int, is_received: bool) -> None:
+        """Note that a publication of weights failed.
+
+        Args:
+            last: highest version before it.
+            is_received: replicas have received its version, too few or without having answered their probe.
+        """
+        self.last, self.awaits_repetition = last, is_received
 
     def note_received(self, version: int) -> None:
         """Note that a replica has received a version of the weights."""

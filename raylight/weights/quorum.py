@@ -268,7 +268,8 @@ class PendingOrder:
         """Return the replicas that count and have reached the order."""
         return [name for name, r in self.quorum.counted().items() if self.has_reached(name, r)]
 
-    def _received(self) -> list[str]:
+    def received(self) -> list[str]:
+        """Return the replicas that count and have received the order's weights or adapter."""
         return [name for name, replica in self.quorum.counted().items() if replica.has_reached(self.order)]
 
     def failed(self) -> list[str]:
@@ -292,7 +293,7 @@ class PendingOrder:
             WeightSyncError: not enough replicas have reached the order.
         """
         order, seconds = self.order, round(self.seconds, 2)
-        reached = self.reached() if now >= self.deadline else self._received()
+        reached = self.reached() if now >= self.deadline else self.received()
         late = sorted({*self.waiting()} - {*reached})
         if not reached and self.sender_failure:
             raise WeightSyncError(f"{order} was not sent: {self.sender_failure}")

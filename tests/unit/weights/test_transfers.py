@@ -388,6 +388,13 @@ async def test_too_few_replicas_wait_for_replacements_and_then_fail() -> None:
         await doomed.die()
         with pytest.raises(WeightSyncError, match=r"reached 1 replicas .* engine.min_replicas is 2"):
             await publish_weights(coordinator, 2, timeout=0.05)
+        replacement = RunningReplica(coordinator, "replacement")
+        starting = asyncio.create_task(replacement.start())
+        assert await publish_weights(coordinator, 2) == 2
+        assert (await starting, replacement.engine.version) == (None, 2)
+        with pytest.raises(WeightSyncError, match="never reused"):
+            await publish_weights(coordinator, 2)
+        await replacement.executor.close()
 
 
 async def test_too_few_replicas_for_an_adapter_fail_too() -> None:
