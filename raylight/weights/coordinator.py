@@ -105,6 +105,8 @@ class ReplicaCoordinator:
         self._transfer: Transfer | None = None
         self._turns: list[object] = []
         """Orders that wait until the earlier ones have ended."""
+        self._failed_senders: dict[str, str] = {}
+        """Reason for which the sender of an order that has not begun failed, by the order's token."""
         self._calls: collections.OrderedDict[str, asyncio.Task[dict[str, object]]] = collections.OrderedDict()
         self._ended_tokens: collections.deque[str] = collections.deque(maxlen=REMEMBERED)
         self._start_failure: str | None = None
@@ -302,7 +304,9 @@ class ReplicaCoordinator:
         """End a publication, because its sender failed."""
         if self._pending is not None and self._pending.order.token == token:
             self._pending.sender_failure = reason
-        self._break_transfer(reason)
+            self._break_transfer(reason)
+        elif token not in self._ended_tokens:
+            self._failed_senders[token] = reason
         self._notify()
 
     async def loads(self, timeout: float) -> dict[str, EngineLoad]:
@@ -516,6 +520,15 @@ class ReplicaCoordinator:
 
     async def _execute(self, order: Order) -> dict[str, object]:
         """Issue an order after all earlier ones, and wait until every replica has reached it."""
+        try:
+            return await self._execute_in_turn(order)
+        finally:
+            if order.token:
+                self._failed_senders.pop(order.token, None)
+                self._ended_tokens.append(order.token)
+                self._notify()
+
+    async def _execute_in_turn(self, order: Order) -> dict[str, object]:
         started = self._now()
         await self._wait_for_turn(order)
         order.check(self._versions.used, self._quorum.ever_subscribed, self._desired.get("sleep"))
@@ -551,8 +564,6 @@ class ReplicaCoordinator:
             raise
         finally:
             self._pending = None
-            if order.token:
-                self._ended_tokens.append(order.token)
             self._update_completed()
         if order.publishes:
             self.publication_s = self._now() - started
@@ -566,18 +577,22 @@ class ReplicaCoordinator:
         """Wait until all earlier orders have ended, and for weights their transfer.
 
         Raises:
-            WeightSyncError: they have not within the order's time.
+            WeightSyncError: they have not within the order's time, or the sender of the weights has failed.
         """
         self._turns.append(turn := object())
+
+        def is_due() -> bool:
+            return order.token in self._failed_senders or (self._pending is None and self._turns[0] is turn)
+
         try:
-            if not await self._changed.wait_for(
-                lambda: self._pending is None and self._turns[0] is turn, order.timeout
-            ):
+            if not await self._changed.wait_for(is_due, order.timeout):
                 pending = self._pending
                 reason = f"{pending.order} is still under way" if pending else "others were before it"
                 raise WeightSyncError(
                     f"the {order.kind} order could not begin within {order.timeout:g} s: {reason}"
                 )
+            if failure := self._failed_senders.get(order.token):
+                raise WeightSyncError(f"{order} was not sent: {failure}")
             if order.kind == "weights":  # else a member could finish it, as if it were the new one
                 await self._wait_until_aborted()
         finally:

@@ -397,6 +397,38 @@ async def test_too_few_replicas_wait_for_replacements_and_then_fail() -> None:
         await replacement.executor.close()
 
 
+async def test_a_publication_whose_sender_fails_before_its_turn_ends_at_once() -> None:
+    coordinator = Coordinator()
+    async with running(coordinator, "a") as (replica,):
+        replica.engine.gate.clear()
+        probing = asyncio.create_task(coordinator.client.probe([1, 2], 60.0))
+        await turns()
+        publishing = asyncio.create_task(coordinator.client.publish(1, None, 60.0, token=TOKEN))
+        sending = asyncio.create_task(coordinator.begin_transfer(1, TOKEN))
+        await turns()
+        await coordinator.fail_publication(TOKEN, "learner 0 died")
+        with pytest.raises(WeightSyncError, match="version 1 was not sent: learner 0 died"):
+            await publishing
+        assert await sending is None
+        replica.engine.gate.set()
+        await probing
+        await coordinator.fail_publication("not issued yet", "learner 0 died")
+        with pytest.raises(WeightSyncError, match="version 1 was not sent: learner 0 died"):
+            await coordinator.client.publish(1, None, 60.0, token="not issued yet")
+        assert await publish_weights(coordinator, 1) == 1
+        assert not coordinator._failed_senders
+
+
+async def test_a_sender_notices_that_its_publication_was_refused() -> None:
+    coordinator = Coordinator()
+    async with running(coordinator, "a"):
+        await coordinator.client.sleep(60.0)
+        sending = asyncio.create_task(coordinator.begin_transfer(1, TOKEN))
+        with pytest.raises(WeightSyncError, match="asleep"):
+            await coordinator.client.publish(1, None, 60.0, token=TOKEN)
+        assert await sending is None
+
+
 async def test_too_few_replicas_for_an_adapter_fail_too() -> None:
     coordinator = Coordinator(min_replicas=2)
     async with within():
