@@ -3,15 +3,19 @@
 import asyncio
 import contextlib
 from collections.abc import Awaitable, Callable, Coroutine
-from typing import Any
+from typing import Any, cast
 
 import pytest
-from run_settings import make_settings
+from run_settings import make_settings, policy_settings
 from unit_helpers import within
 
-from raylight.errors import RunnerLostError, ServingLostError
-from raylight.trainer.components.run_components import RunComponents
+from raylight.config import EngineConfig, LearnerConfig, LoraConfig
+from raylight.errors import ConfigError, RunnerLostError, ServingLostError
+from raylight.serving.deploy.deployment import Deployment
+from raylight.trainer.components.run_components import PolicyComponents, RunComponents
 from raylight.trainer.ray_session import cluster_monitor
+from raylight.weights.client import CoordinatorClient
+from raylight.weights.coordinator import ReplicaCoordinator
 
 LOST = RunnerLostError("runner-0 died")
 
@@ -142,3 +146,24 @@ async def test_nothing_is_stopped_on_a_lost_cluster(monkeypatch: pytest.MonkeyPa
     async with FakeRun() as run:
         monkeypatch.setattr(cluster_monitor, "is_cluster_lost", lambda: True)
     assert run.stopped == []
+
+
+@pytest.mark.parametrize("lora", [None, LoraConfig()], ids=["weights", "adapter"])
+async def test_replicas_that_load_adapters_need_no_transport_of_weights(
+    lora: LoraConfig | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def reach(deployment: Deployment, n: int, timeout: float) -> None: ...
+
+    monkeypatch.setattr(Deployment, "_reach", reach)
+    engine = EngineConfig(kind="vllm", num_gpus=0.4, weight_transfer="ipc")
+    learner = LearnerConfig(n=2, num_gpus=0.6, lora=lora)
+    settings = policy_settings("model", engine, learner)
+    run = PolicyComponents(settings, lambda text: None, True)
+    run.store = cast(Any, None)
+    model = run._make_model(settings)
+    model._stack, model.coordinator = contextlib.AsyncExitStack(), CoordinatorClient(ReplicaCoordinator())
+    model.prepare(seed=0)
+    async with within():
+        await model.deployment.resize(2)
+        with contextlib.nullcontext() if lora else pytest.raises(ConfigError, match="does not reach 3"):
+            await model.deployment.resize(3)
