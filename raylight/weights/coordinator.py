@@ -31,11 +31,12 @@ from __future__ import annotations
 
 import asyncio
 import collections
+import contextlib
 import functools
 import logging
 import secrets
 import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -104,7 +105,7 @@ class ReplicaCoordinator:
         self._pending: PendingOrder | None = None
         self._transfer: Transfer | None = None
         self._turns: list[object] = []
-        """Orders that wait until the earlier ones have ended."""
+        """Orders, of which the first is executed and the others wait."""
         self._failed_senders: dict[str, str] = {}
         """Reason for which the sender of an order that has not begun failed, by the order's token."""
         self._calls: collections.OrderedDict[str, asyncio.Task[dict[str, object]]] = collections.OrderedDict()
@@ -520,72 +521,54 @@ class ReplicaCoordinator:
 
     async def _execute(self, order: Order) -> dict[str, object]:
         """Issue an order after all earlier ones, and wait until every replica has reached it."""
-        try:
-            return await self._execute_in_turn(order)
-        finally:
-            if order.token:
-                self._failed_senders.pop(order.token, None)
-                self._ended_tokens.append(order.token)
-                self._notify()
-
-    async def _execute_in_turn(self, order: Order) -> dict[str, object]:
         started = self._now()
-        await self._wait_for_turn(order)
-        order.check(self._versions.used, self._quorum.ever_subscribed, self._desired.get("sleep"))
-        order = replace(order, number=self._next_number())
-        before = self._completed.get(order.subject)
-        issued = self._now()
-        pending = self._pending = PendingOrder(
-            order,
-            self._quorum,
-            issued=issued,
-            deadline=issued + order.timeout,
-            before=before,
-            last_version=self._versions.used,
-            probe_number=self._next_number(),
-            evicted_before=len(self._quorum.evicted),
-        )
-        if order.kind != "probe":
-            self._desired[order.subject] = order
-        if order.publishes:
-            self._versions.begin(order.version)
-        if order.kind in UNDOING:  # the state that it undoes is no longer complete on all replicas
-            self._completed.pop(order.subject, None)
-        self._update_completed()
-        self._begin_round()
-        try:
-            await self._wait_for_replicas(pending)
-        except BaseException:
-            if order.kind == "weights":  # they travel only while the order is pending
-                withdraw(self._desired, order, before)
-                withdraw(self._completed, order, before)  # all may have it, and be too few
-                self._break_transfer("its publication has ended")
-                self._versions.fail(pending.last_version, bool(pending.received()))
-            raise
-        finally:
-            self._pending = None
+        async with self._turn(order):
+            order.check(self._versions.used, self._quorum.ever_subscribed, self._desired.get("sleep"))
+            order = replace(order, number=self._next_number())
+            pending = self._pending = PendingOrder(
+                order,
+                self._quorum,
+                issued=self._now(),
+                before=self._completed.get(order.subject),
+                last_version=self._versions.used,
+                probe_number=self._next_number(),
+            )
+            if order.kind != "probe":
+                self._desired[order.subject] = order
+            if order.publishes:
+                self._versions.begin(order.version)
+            if order.kind in UNDOING:  # the state that it undoes is no longer complete on all replicas
+                self._completed.pop(order.subject, None)
             self._update_completed()
+            self._begin_round()
+            try:
+                await self._wait_for_replicas(pending)
+            except BaseException:
+                if order.kind == "weights":  # they travel only while the order is pending
+                    withdraw(self._desired, order, pending.before)
+                    withdraw(self._completed, order, pending.before)  # all may have it, and be too few
+                    self._break_transfer("its publication has ended")
+                    self._versions.fail(pending.last_version, bool(pending.received()))
+                raise
+            finally:
+                self._pending = None
+                self._update_completed()
         if order.publishes:
             self.publication_s = self._now() - started
-        return {name: self._result(name, pending) for name in pending.reached()}
+        return pending.outcomes()
 
-    def _result(self, name: str, pending: PendingOrder) -> object:
-        asleep = pending.order.kind == "sleep"
-        return self._quorum[name].state.awake_reason if asleep else pending.results.get(name)
-
-    async def _wait_for_turn(self, order: Order) -> None:
-        """Wait until all earlier orders have ended, and for weights their transfer.
+    @contextlib.asynccontextmanager
+    async def _turn(self, order: Order) -> AsyncIterator[None]:
+        """A context that begins when all earlier orders have ended, and for weights their transfer.
 
         Raises:
             WeightSyncError: they have not within the order's time, or the sender of the weights has failed.
         """
         self._turns.append(turn := object())
-
-        def is_due() -> bool:
-            return order.token in self._failed_senders or (self._pending is None and self._turns[0] is turn)
-
         try:
-            if not await self._changed.wait_for(is_due, order.timeout):
+            if not await self._changed.wait_for(
+                lambda: order.token in self._failed_senders or self._turns[0] is turn, order.timeout
+            ):
                 pending = self._pending
                 reason = f"{pending.order} is still under way" if pending else "others were before it"
                 raise WeightSyncError(
@@ -595,8 +578,13 @@ class ReplicaCoordinator:
                 raise WeightSyncError(f"{order} was not sent: {failure}")
             if order.kind == "weights":  # else a member could finish it, as if it were the new one
                 await self._wait_until_aborted()
+            yield
         finally:
             self._turns.remove(turn)
+            if order.token:
+                self._failed_senders.pop(order.token, None)
+                self._ended_tokens.append(order.token)
+            self._notify()
 
     async def _wait_for_replicas(self, pending: PendingOrder) -> None:
         """Wait until every replica has reached an order, and evict late ones. While too few are left, wait

@@ -223,7 +223,6 @@ class PendingOrder:
     Attributes:
         before: what all replicas have reached of its subject, and the order supersedes.
         last_version: highest version before the order.
-        evicted_before: number of replicas that had been evicted before it.
         probe_number: number of the task to probe, if the order has one.
         sender_failure: reason why the sender of weights failed.
         extensions: reasons for which the deadline was extended, each once.
@@ -233,15 +232,17 @@ class PendingOrder:
     order: Order
     quorum: Quorum
     issued: float
-    deadline: float
     before: Order | None
     last_version: int
     probe_number: int
-    evicted_before: int
     sender_failure: str = ""
     extensions: set[str] = field(default_factory=set)
     results: dict[str, object] = field(default_factory=dict)
     failures: dict[str, str] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.deadline = self.issued + self.order.timeout
+        self._evicted_before = len(self.quorum.evicted)
 
     @property
     def seconds(self) -> float:
@@ -251,7 +252,7 @@ class PendingOrder:
     @property
     def evicted(self) -> list[str]:
         """Replicas that were evicted meanwhile, with the reasons."""
-        evicted = list(self.quorum.evicted.items())[self.evicted_before :]
+        evicted = list(self.quorum.evicted.items())[self._evicted_before :]
         return [f"{name} ({reason})" for name, reason in evicted]
 
     def extend(self, reason: str, deadline: float) -> None:
@@ -267,6 +268,12 @@ class PendingOrder:
     def reached(self) -> list[str]:
         """Return the replicas that count and have reached the order."""
         return [name for name, r in self.quorum.counted().items() if self.has_reached(name, r)]
+
+    def outcomes(self) -> dict[str, object]:
+        """Return the results of the replicas that have reached the order."""
+        if self.order.kind == "sleep":
+            return {name: self.quorum[name].state.awake_reason for name in self.reached()}
+        return {name: self.results.get(name) for name in self.reached()}
 
     def received(self) -> list[str]:
         """Return the replicas that count and have received the order's weights or adapter."""
