@@ -161,6 +161,9 @@ LABEL = "raylight.runner"
 IDLE = "trap 'exit 0' TERM; while :; do sleep 3600 & wait $!; done"
 """First program of a container. It reaps the processes that others leave behind."""
 START_S, BUILD_S = 120.0, 3600.0
+RENAME = """for n in $1; do eval "export $n=\\"\\$RAYLIGHT_ENV_$n\\""; unset "RAYLIGHT_ENV_$n"; done
+shift; exec "$@" """
+"""Shell script that gives the variables named in its argument their names, and becomes the program."""
 SLIRP_HOST = "10.0.2.2"
 """Address of the machine's loopback in a network of slirp4netns."""
 
@@ -191,6 +194,7 @@ class ContainerSandbox(ToolSandbox):
         "manifest unknown",
         "unable to find image",
     )
+    ENV_PREFIX = "RAYLIGHT_ENV_"  # the tool itself reads HOME, PATH and others
 
     def __init__(
         self,
@@ -215,8 +219,10 @@ class ContainerSandbox(ToolSandbox):
     def _exec_arguments(
         self, program: Sequence[str], variables: Mapping[str, str], cwd: str
     ) -> Sequence[str]:
-        names = [part for name in variables for part in ("--env", name)]  # the values are inherited
-        return ["exec", "--interactive", "--workdir", cwd, *names, self._name, *program]
+        # the values are inherited
+        names = [part for name in variables for part in ("--env", self.ENV_PREFIX + name)]
+        renaming = ["sh", "-c", RENAME, "sh", " ".join(variables)]
+        return ["exec", "--interactive", "--workdir", cwd, *names, self._name, *renaming, *program]
 
     def _stop_arguments(self) -> Sequence[str]:
         return ["rm", "--force", "--volumes", self._name]
