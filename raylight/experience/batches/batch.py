@@ -30,6 +30,7 @@ from raylight.experience.trajectories.reward_rules import (
 from raylight.experience.trajectories.row_rules import RowRules, is_masked
 from raylight.experience.trajectories.scored_rollout import (
     ScoredRollout,
+    differ,
     drop_without_baseline,
     has_signal,
     zero_variance_groups,
@@ -163,14 +164,13 @@ class BatchRules(RowRules):
     turn_groups: TurnGroups | None = None
 
     def is_informative(self, group: list[FinishedRollout]) -> bool:
-        """Return True if the rewards of a group's rollouts, or of one of its agents, are not all
-        equal."""
-        if not self.by_agent and not self.models:
-            return self.rewards.is_informative(group)
-        by_part: defaultdict[str, list[FinishedRollout]] = defaultdict(list)
+        """Return True if the rewards of a group's rollouts that called the model, or of one of its agents,
+        differ, see `differ`."""
+        compared: defaultdict[str, list[tuple[float, ...]]] = defaultdict(list)
         for part in (part for item in group for part in self.split(item)):
-            by_part[part.group].append(part)
-        return any(map(self.rewards.is_informative, by_part.values()))
+            if part.generations and (signal := self.rewards.signal(part)) is not None:
+                compared[part.group].append(self.rewards.compared(part, part.generations, signal))
+        return any(differ(values, self.baseline_kind) for values in compared.values())
 
     def split(self, item: FinishedRollout) -> list[FinishedRollout]:
         """Divide a rollout by its agents and trained models; one without a reward or a trained call stays
@@ -324,7 +324,7 @@ def build_batch(finished: list[FinishedRollout], rules: BatchRules) -> tuple[Tra
         raise EmptyTraceError(_empty_reason(counts, rules.trained_agents))
     comparable = drop_without_baseline(scored, rules.min_group, needs_baseline)
     counts["excluded_tokens"] += sum(x.tokens for x in scored) - sum(x.tokens for x in comparable)
-    constant = zero_variance_groups(comparable)
+    constant = zero_variance_groups(comparable, rules.baseline_kind)
     trained = comparable
     if rules.zero_variance_groups == "drop":
         trained = [item for item in comparable if item.group not in constant]

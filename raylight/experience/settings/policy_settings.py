@@ -165,7 +165,7 @@ class PolicySettings(OptimizerSettings, CorrectionSettings):
     """Compute the entropy for the metrics even if the loss does not need it."""
     zero_variance_groups: Literal["keep", "drop"] = "keep"
     """Groups whose rewards are all equal: "keep" trains them with advantages of 0 (their tokens count in the
-    mean), "drop" leaves them out."""
+    mean), "drop" leaves them out. A single rollout is such a group only if its baseline is the group's."""
     mini_batches: int = Field(default=1, ge=1, le=MAX_SAMPLES)
     """Parts into which a batch is split by rollout, with one optimizer step each."""
     ppo_epochs: int = Field(default=1, ge=1, le=MAX_SAMPLES)

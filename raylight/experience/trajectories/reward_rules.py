@@ -270,15 +270,6 @@ class RewardRules:
             )
         return tuple(item.rewards[name] for name in self.weights)
 
-    def is_informative(self, group: list[FinishedRollout]) -> bool:
-        """Return True if the rewards of a group's rollouts that called the model are not all equal."""
-        compared = {
-            self.compared(item, item.generations, signal)
-            for item in group
-            if item.generations and (signal := self.signal(item)) is not None
-        }
-        return len(compared) > 1
-
     def compared(
         self, item: FinishedRollout, calls: Sequence[Generation], signal: float
     ) -> tuple[float, ...]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from raylight.experience.settings.advantages import BaselineKind
@@ -79,12 +80,20 @@ def drop_without_baseline(
     ]
 
 
-def zero_variance_groups(rollouts: list[ScoredRollout]) -> set[str]:
-    """Return the groups in which all rewards are equal."""
-    compared: dict[str, set[tuple[float, ...]]] = {}
+def zero_variance_groups(rollouts: list[ScoredRollout], baseline_kind: BaselineKind) -> set[str]:
+    """Return the groups in which all rewards are equal, with the greedy rollout's if it is the baseline."""
+    compared: dict[str, list[tuple[float, ...]]] = {}
     for item in rollouts:
-        compared.setdefault(item.group, set()).add(item.compared)
-    return {group for group, values in compared.items() if len(values) == 1}
+        own = compared.setdefault(item.group, [] if item.baseline is None else [(item.baseline,)])
+        own.append(item.compared)
+    return {group for group, values in compared.items() if not differ(values, baseline_kind)}
+
+
+def differ(compared: Sequence[tuple[float, ...]], baseline_kind: BaselineKind) -> bool:
+    """Return True if the values that are compared in a group differ, or if there is a single rollout, which
+    an estimator without group baselines does not compare with others."""
+    is_alone = len(compared) == 1 and baseline_kind in ("batch", "none")
+    return is_alone or len(set(compared)) > 1
 
 
 def has_signal(

@@ -379,7 +379,7 @@ def test_groups_are_compared_before_the_penalty_for_length(right: float) -> None
     assert len({dapo.reward_rules.reward(item) for item in group}) == 3
     batch, report = build_batch(group, dapo.batch_rules(LearnerConfig()))
     assert (batch.rewards, report.zero_variance, report.groups_without_signal) == ([], 4, 1)
-    assert not dapo.reward_rules.is_informative(group)
+    assert not dapo.batch_rules(LearnerConfig()).is_informative(group)
     kept, _ = build_batch(
         group, dapo.model_copy(update={"zero_variance_groups": "keep"}).batch_rules(LearnerConfig())
     )
@@ -407,6 +407,25 @@ def test_an_algorithm_without_groups_trains_on_single_rollouts() -> None:
     for algorithm in (rl.PPO(model="m"), rl.algorithms.ReinforcePlusPlus(model="m")):
         batch, report = build_batch(single, algorithm.batch_rules(LearnerConfig()))
         assert (batch.rewards, report.has_signal) == ([1.0, 0.0], True)
+
+
+@pytest.mark.parametrize("kind", [rl.PPO, rl.algorithms.ReinforcePlusPlus])
+def test_a_single_rollout_has_no_others_whose_rewards_it_could_equal(kind: type[rl.PPO]) -> None:
+    rules = kind(model="m", zero_variance_groups="drop", max_rounds=2).batch_rules(LearnerConfig())
+    single, equal = make_finished(1.0, group="a"), [make_finished(0.0, group="b") for _ in range(2)]
+    batch, report = build_batch([single, *equal], rules)
+    assert (batch.groups, report.zero_variance, report.groups_without_signal) == (["a"], 2, 1)
+    assert rules.is_informative([single])
+    assert not rules.is_informative(equal)
+    assert not rules.is_informative([make_finished(failure=Failure(kind="agent", error="e"), group="a")])
+
+
+def test_remax_drops_groups_whose_rewards_equal_the_greedy_rollouts() -> None:
+    rules = rl.algorithms.ReMax(model="m", zero_variance_groups="drop").batch_rules(LearnerConfig())
+    better, same = [[make_finished(1.0, group=g), greedy(r, g)] for g, r in (("a", 0.5), ("b", 1.0))]
+    batch, report = build_batch([*better, *same], rules)
+    assert (batch.groups, report.zero_variance) == (["a"], 1)
+    assert [rules.is_informative(group) for group in (better, same, better[1:])] == [True, False, False]
 
 
 def test_a_batch_follows_the_learners_limit() -> None:

@@ -246,7 +246,7 @@ def test_turn_rewards_count_in_dynamic_sampling_if_trained() -> None:
         (True, [one, same], False),
         (False, [one, emitted(0.7)], False),
     ):
-        assert RewardRules(turn_rewards=trained).is_informative(pair) == differ
+        assert BatchRules(rewards=RewardRules(turn_rewards=trained)).is_informative(pair) == differ
 
 
 # baselines

@@ -49,7 +49,7 @@ def test_a_group_has_signal_if_any_reward_differs() -> None:
     batch, report = build_batch([*equal_sums, *equal], algorithm.batch_rules(LearnerConfig()))
     assert (report.groups_without_signal, report.zero_variance, batch.groups) == (1, 2, ["g", "g"])
     for group, expected in ((equal_sums, True), (equal, False)):
-        assert algorithm.reward_rules.is_informative(group) == expected
+        assert algorithm.batch_rules(LearnerConfig()).is_informative(group) == expected
 
 
 def test_a_missing_name_raises_and_a_failed_rollout_has_the_failure_reward_for_each() -> None:
