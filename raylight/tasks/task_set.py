@@ -50,7 +50,8 @@ class SetSampler(ABC):
         """Note the outcome of a draw, once.
 
         Args:
-            reward: mean reward of the group's rollouts; None if none was scored, or the group was dropped.
+            reward: mean reward of the group's rollouts, without a penalty for length; None if none was
+                scored, or the group was dropped.
         """
         return None
 

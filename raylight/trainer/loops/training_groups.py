@@ -252,7 +252,7 @@ class TrainingGroups:
             await self._recall(self._records[step].all)  # a step that is taken again draws nothing
             for group in self._records[step].all:
                 ids = self._rollouts.group_ids(group)
-                own = [self._algorithm.reward_rules.reward(by_id[name]) for name in ids if name in by_id]
+                own = [self._algorithm.reward_rules.signal(by_id[name]) for name in ids if name in by_id]
                 rewards = [reward for reward in own if reward is not None]
                 self._sampler.observe(group, statistics.fmean(rewards) if rewards else None)
 

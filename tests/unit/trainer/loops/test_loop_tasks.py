@@ -128,6 +128,15 @@ def test_the_last_step_names_the_tasks_of_one_more_pass(passes: int, repeated: i
     assert len(drawn) == passes * n_tasks + repeated
 
 
+def test_stages_advance_by_rewards_before_the_penalty_for_length(tmp_path: Path) -> None:
+    world = World(tmp_path)
+    world.algorithm, world.reward_of = rl.algorithms.DAPO, lambda rollout_id: 1.0
+    tasks = rl.tasks.Stages({"easy": [1, 2], "hard": [3, 4]}, advance_at=1.0, window=1)
+    length = {"max_response_tokens": 1, "overlong_buffer": 1}
+    rows = asyncio.run(live(world, tasks=tasks, zero_variance_groups="keep", max_rounds=1, **length))
+    assert rows[1]["train/reward"] == rows[1]["tasks/stage"] == 1.0
+
+
 class CountingTasks(ShuffledTasks):
     """Tasks whose sampler counts the outcomes of each draw."""
 
