@@ -11,18 +11,24 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from raylight.semconv import AGENT_REWARD, INPUT_MESSAGES, OUTPUT_MESSAGES
+from raylight.semconv import INPUT_MESSAGES, OUTPUT_MESSAGES
 from raylight.store.call_rows import call_versions
 from raylight.store.payloads import decode_payload
-from raylight.store.rows import LATEST, SPAN, SharedTexts, failure_from_json, step_groups_from_json
+from raylight.store.rows import (
+    LATEST,
+    REWARD_SPAN,
+    SPAN,
+    SharedTexts,
+    failure_from_json,
+    step_groups_from_json,
+)
 from raylight.store.tables.journal import Journal
 from raylight.types import FINISHED, Failure, StepGroups
 from raylight.types.chat_messages import reasoning_of
 
 _COLUMNS = (
     "r.position, r.rollout_id, r.status, r.mode, r.group_id, r.start_time, a.attempt_id, a.start_time, "
-    "r.end_time, a.failure, (SELECT s.reward FROM spans s WHERE s.attempt_id = a.attempt_id AND s.reward IS "
-    f"NOT NULL AND s.name != '{AGENT_REWARD}' ORDER BY s.sequence_id DESC LIMIT 1), "
+    f"r.end_time, a.failure, (SELECT reward FROM spans WHERE rowid = {REWARD_SPAN}), "
     "(SELECT t.tokens FROM sampled t WHERE t.rollout_id = r.rollout_id AND t.attempt_id = a.attempt_id), "
     "(SELECT COUNT(*) FROM calls c WHERE c.attempt_id = a.attempt_id), r.input"
 )

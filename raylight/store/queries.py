@@ -9,9 +9,17 @@ from dataclasses import dataclass, field
 from typing import Any, get_args
 
 from raylight.errors import QueryError, UnknownIdError
-from raylight.semconv import AGENT_REWARD, GRADE_SPAN_ID
 from raylight.store.call_rows import CALL
-from raylight.store.rows import ATTEMPT, LATEST, RESOURCES, ROLLOUT_STATE, ROLLOUT_WITH_INPUT, SPAN, Row
+from raylight.store.rows import (
+    ATTEMPT,
+    LATEST,
+    RESOURCES,
+    REWARD_SPAN,
+    ROLLOUT_STATE,
+    ROLLOUT_WITH_INPUT,
+    SPAN,
+    Row,
+)
 from raylight.store.tables.run_clock import SAVED_AT, SECONDS_LIVED
 from raylight.store.tables.workers import WORKERS
 from raylight.types import JsonObject, RolloutStatus
@@ -172,11 +180,9 @@ class Queries:
         if attempt_id is None:
             return rollout, None, [], []
         rewarded = self._fetch_all(
-            f"SELECT {SPAN} FROM spans WHERE attempt_id = ? AND span_id = ?", [attempt_id, GRADE_SPAN_ID]
-        ) or self._fetch_all(
-            f"SELECT {SPAN} FROM spans WHERE attempt_id = ? AND reward IS NOT NULL AND name != ? "
-            "ORDER BY sequence_id DESC LIMIT 1",
-            [attempt_id, AGENT_REWARD],
+            f"SELECT {SPAN} FROM spans WHERE rowid = (SELECT {REWARD_SPAN} FROM attempts a WHERE "
+            "a.attempt_id = ?)",
+            [attempt_id],
         )
         calls = self._fetch_all(
             f"SELECT {CALL} FROM calls WHERE attempt_id = ? AND generation IS NOT NULL ORDER BY start_time, "

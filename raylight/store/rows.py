@@ -15,7 +15,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from raylight.errors import SpanError, StoreError
-from raylight.semconv import REWARD_AGENT, REWARD_PREFIX
+from raylight.semconv import AGENT_REWARD, GRADE_SPAN_ID, REWARD_AGENT, REWARD_PREFIX
 from raylight.store.payloads import decode_json, decode_payload, encode_payload, json_text
 from raylight.traces.reward_spans import get_any_rewards
 from raylight.types import (
@@ -63,6 +63,12 @@ ROLLOUT_STATE = ", ".join(
 ROLLOUT_WITH_INPUT = f"{ROLLOUT_STATE}, r.config, r.metadata, r.input"
 LATEST = "rollouts r LEFT JOIN attempts a ON a.rollout_id = r.rollout_id AND a.sequence_id = r.n_attempts"
 """SQL table of the rollouts with their latest attempts."""
+REWARD_SPAN = (
+    f"COALESCE((SELECT rowid FROM spans WHERE attempt_id = a.attempt_id AND span_id = '{GRADE_SPAN_ID}'), "
+    "(SELECT rowid FROM spans WHERE attempt_id = a.attempt_id AND reward IS NOT NULL AND name != "
+    f"'{AGENT_REWARD}' ORDER BY sequence_id DESC LIMIT 1))"
+)
+"""SQL expression of an attempt `a`: the row of its grade, which may have no reward, or of its last reward."""
 N_ROLLOUT = len(ROLLOUT.split(", ")) + 1
 """Number of the columns of ROLLOUT_STATE that belong to the rollout."""
 N_STATE = N_ROLLOUT + len(ATTEMPT.split(", "))

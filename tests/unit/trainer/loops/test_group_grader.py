@@ -14,6 +14,7 @@ from raylight.rewards.group import GroupRollout, record, record_turns
 from raylight.semconv import reward_attributes
 from raylight.trainer.loops.batch_metrics import raise_if_hopeless
 from raylight.trainer.loops.group_grader import GroupGrader
+from raylight.trainer.output.stored_rollouts import StoredRollouts
 from raylight.types import FinishedRollout, SpanCoreFields
 
 
@@ -105,19 +106,21 @@ async def test_groups_are_graded_apart_and_none_without_a_success() -> None:
         assert [item.reward for item in graded] == [0.0, None, None, 0.0, 1.0]
 
 
-async def test_a_failed_group_reward_is_stored_counted_and_shown_once() -> None:
+async def test_a_failed_group_reward_is_stored_counted_and_shown_once(tmp_path: Path) -> None:
     notes: list[str] = []
 
     def broken(group: list[GroupRollout]) -> list[float]:
         raise ConnectionError("the judge is away")
 
-    async with open_box() as box:
+    async with open_box(tmp_path / "store.db") as box:
         ids = await finish_group(box, "a", [0.5, 0.1]) + await finish_group(box, "b", [0.5])
         graded = await GroupGrader(box.store, broken, notes.append).grade_all(await box.store.collect(ids))
         stored = await box.store.collect(ids)
         for item in (*graded, *stored):  # not the agent's own reward, which has another scale
             assert (item.reward, item.rewards, item.graded) == (None, {}, True)
             assert item.grade_error == "ConnectionError: the judge is away"
+        lines = StoredRollouts(tmp_path / "store.db").lines  # what SFT, DPO and exports choose from
+        assert [line.reward for line in lines()] == [None, None, None]
         assert len(notes) == 1
         assert "the judge is away" in notes[0]
         with pytest.raises(RolloutsFailedError, match="the group reward failed for 3 of them"):
@@ -127,6 +130,7 @@ async def test_a_failed_group_reward_is_stored_counted_and_shown_once() -> None:
         again = await GroupGrader(box.store, function, print).grade_all(stored)
         assert [item.reward for item in again] == [1.0, 0.0, 0.0]
         assert [item.reward for item in await box.store.collect(ids)] == [1.0, 0.0, 0.0]
+        assert [line.reward for line in lines()] == [1.0, 0.0, 0.0]
         await GroupGrader(box.store, function, print).grade_all(await box.store.collect(ids))
         assert sorted(function.groups) == [1, 2]
 
