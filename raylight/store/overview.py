@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from raylight.semconv import INPUT_MESSAGES, OUTPUT_MESSAGES
+from raylight.semconv import GRADE_SPAN_ID, INPUT_MESSAGES, OUTPUT_MESSAGES
 from raylight.store.call_rows import call_versions
 from raylight.store.payloads import decode_payload
 from raylight.store.rows import (
@@ -129,6 +129,18 @@ class RolloutOverview:
         """Return the positions of the rollouts that are not decided."""
         statement = f"SELECT position FROM rollouts WHERE status NOT IN ({_FINISHED})"
         return [position for (position,) in self._db.execute(statement)]
+
+    def last_span(self) -> int:
+        """Return the row of the span that was stored last; 0 without any."""
+        return int(self._db.execute("SELECT COALESCE(MAX(rowid), 0) FROM spans").fetchone()[0])
+
+    def graded_since(self, span: int | None) -> list[int]:
+        """Return the positions of the rollouts whose grade was stored with or after a span; none for None."""
+        statement = (
+            "SELECT r.position FROM spans s JOIN rollouts r ON r.rollout_id = s.rollout_id WHERE s.rowid >= "
+            "? AND s.span_id = ?"
+        )
+        return [position for (position,) in self._db.execute(statement, (span, GRADE_SPAN_ID))]
 
     def steps(self) -> list[tuple[str, int, StepGroups]]:
         """Return lineage, number and groups of all training steps."""

@@ -35,13 +35,13 @@ TASK_CHARS = 200
 MARK_START, MARK_END = "\ue000", "\ue001"
 """Marks of a match in a snippet."""
 SORTS = ("position", "reward", "tokens", "calls", "age", "seconds", "step")
-VERSION = 2
+VERSION = 3
 MAX_TASK = 2_000
 """Characters of a task that are searched."""
 _TRAIN_ID = re.compile(r"^(?P<lineage>.*)-train-(?P<group>\d+)-\w+$")
 _VAL_ID = re.compile(r"^(?P<lineage>.*)-val-(?P<step>\d+)-\d+-\d+$")
 SCHEMA = """
-CREATE TABLE meta (store TEXT NOT NULL);
+CREATE TABLE meta (store TEXT NOT NULL, span INTEGER);
 CREATE TABLE rollouts (
     position INTEGER PRIMARY KEY, id TEXT NOT NULL UNIQUE, attempt TEXT, mode TEXT, step INTEGER,
     lineage TEXT, number INTEGER, group_id TEXT, status TEXT NOT NULL, reward REAL, tokens INTEGER,
@@ -61,8 +61,9 @@ CREATE VIEW cards AS SELECT r.*, iif(r.mode = 'train', v.version - r.version, NU
     LEFT JOIN versions v ON v.step = r.step;
 CREATE VIRTUAL TABLE texts USING fts5(task, messages, error, tokenize = 'unicode61');
 """
-"""`number` is the number of a training group; `seconds` is NULL until the rollout is decided; `version` is
-the oldest one that sampled a token of a rollout, and the learners' before the update of a step."""
+"""`span` is the store's last one at a refresh; `number` is the number of a training group; `seconds` is NULL
+until the rollout is decided; `version` is the oldest one that sampled a token of a rollout, and the learners'
+before the update of a step."""
 _FIELDS = (
     "position, id, attempt, mode, step, lineage, number, group_id, status, reward, tokens, calls, seconds, "
     "started, kind, error, task, task_key"
@@ -117,7 +118,7 @@ class RolloutIndex:
             version = self._overview.data_version()
             if version != self._seen_version:
                 self._seen_version, self._lines_complete, self._texts_complete = version, False, False
-                self._refresh_undecided()
+                self._refresh_known()
             while time.monotonic() < end and not self._lines_complete:
                 self._add_lines()
             self._add_steps(versions, steps)
@@ -255,14 +256,17 @@ class RolloutIndex:
             raise
         self._db.execute("COMMIT")
 
-    def _refresh_undecided(self) -> None:
-        """Read the rollouts again that are, or were, not decided."""
+    def _refresh_known(self) -> None:
+        """Read the rollouts again that are, or were, not decided, or have a new grade."""
+        (seen,), span = self._db.execute("SELECT span FROM meta").fetchone(), self._overview.last_span()
         known = self._db.execute("SELECT position FROM rollouts WHERE seconds IS NULL")
         positions = {position for (position,) in known}
         last = self._last_position()
-        positions |= {position for position in self._overview.undecided() if position <= last}
+        changed = [*self._overview.undecided(), *self._overview.graded_since(seen)]
+        positions |= {position for position in changed if position <= last}
         for batch in _batches(sorted(positions), LINES_PER_BATCH):
             self._write(self._overview.lines_at(batch))
+        self._db.execute("UPDATE meta SET span = ?", (span,))
 
     def _add_lines(self) -> None:
         lines = self._overview.lines_after(self._last_position(), LINES_PER_BATCH)
@@ -389,7 +393,7 @@ def open_index(file: Path, store: Path) -> sqlite3.Connection:
             db.execute("PRAGMA synchronous = OFF")  # it can be built again
             if db.execute("SELECT 1 FROM sqlite_master WHERE name = 'meta'").fetchone() is None:
                 db.executescript(f"BEGIN; {SCHEMA} COMMIT;")
-                db.execute("INSERT INTO meta VALUES (?)", (identity,))
+                db.execute("INSERT INTO meta VALUES (?, NULL)", (identity,))
             if db.execute("SELECT store FROM meta").fetchone()[0] == identity:
                 return db
         except BaseException:

@@ -5,9 +5,10 @@ from pathlib import Path
 
 import pytest
 from recorded_run import LINEAGE, Recorded, record_run
-from store_helpers import open_box, reward_of
+from store_helpers import open_box, reward_of, span_of
 
 from raylight.errors import QueryError
+from raylight.semconv import ANNOTATION, GRADE_SPAN_ID, reward_attributes
 from raylight.store.overview import group_name
 from raylight.types import EnqueueRolloutRequest, StepGroups
 from raylight.ui import rollout_index
@@ -148,6 +149,13 @@ async def test_it_follows_a_run_in_progress(tmp_path: Path) -> None:
         complete(index)
         assert index.counts() == {"known": 1, "lines": 1, "decided": 1, "indexed": 1}
         assert index.find({"q": "zebra"})[1][0]["reward"] == 1.0
+        for rewards, reward in (({}, None), ({"judge": 0.25}, 0.25)):  # the group reward fails at first
+            attributes = reward_attributes(rewards)
+            await box.store.grade(
+                [span_of(rollout, ANNOTATION, span_id=GRADE_SPAN_ID, attributes=attributes)]
+            )
+            complete(index)
+            assert index.find({})[1][0]["reward"] == reward
         index.close()
 
 
