@@ -161,12 +161,11 @@ class PinnedEvaluation:
 
 def describe_scores(scores: Scores) -> Metrics:
     metrics = {"val/rollouts": float(scores.rollouts), "val/failed": float(scores.failed)}
-    for name, spread in scores.rewards.items():
-        metrics["val/reward" if name == "reward" else f"val/reward/{name}"] = spread.mean
-    if (primary := scores.rewards.get("reward")) is not None:
-        metrics["val/reward_std"] = primary.std
+    if (primary := scores.primary) is not None:
+        metrics |= {"val/reward": primary.mean, "val/reward_std": primary.std}
         if primary.error is not None:
             metrics["val/reward_error"] = primary.error
+    metrics |= {f"val/reward/{name}": spread.mean for name, spread in scores.others.items()}
     if scores.best_of and (k := max(scores.best_of)) > 1:
         metrics |= {"val/best_of_k": scores.best_of[k], "val/pass_at_k": scores.pass_at[k]}
     if scores.calls:

@@ -42,8 +42,10 @@ class Spread:
 class Scores:
     """Scores of the rollouts of several tasks."""
 
-    rewards: dict[str, Spread]
-    """The primary reward as `reward`, then the others by name; empty if no rollout was scored."""
+    primary: Spread | None
+    """The primary reward; None if no rollout was scored."""
+    others: dict[str, Spread]
+    """The other rewards by name, which may be `reward` too."""
     best_of: dict[int, float]
     """Expected maximum primary reward of k rollouts, mean over tasks."""
     pass_at: dict[int, float]
@@ -82,11 +84,10 @@ def measure(
             for name, value in list(item.rewards.items())[1:]:
                 others.setdefault(name, {}).setdefault(task, []).append(value)
     groups = list(primary.values())
-    named = {"reward": groups} if groups else {}
-    named |= {name: list(by_task.values()) for name, by_task in others.items()}
     lengths = [len(call.output_ids) for item in finished for call in item.generations]
     return Scores(
-        rewards={name: spread(values) for name, values in named.items()},
+        primary=spread(groups) if groups else None,
+        others={name: spread(list(by_task.values())) for name, by_task in others.items()},
         best_of={k: _mean_best(groups, k) for k in numbers_to(samples) if groups},
         pass_at={
             k: _mean_best([[float(r >= pass_reward) for r in g] for g in groups], k)

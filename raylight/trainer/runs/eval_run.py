@@ -256,10 +256,13 @@ def describe_evaluation(
     seconds: float,
     note: str | None,
 ) -> JsonObject:
-    """Return the content of `eval.json`."""
+    """Return the content of `eval.json`. Its `rewards` have the primary reward as `reward`, and the others by
+    name; another one of that name is `reward/reward`."""
     config = run.resolved()
     primary = next((next(iter(item.rewards)) for item in finished if item.rewards), None)
     failures = [item.rollout.failure for item in finished if item.rollout.failure]
+    rewards = {} if scores.primary is None else {"reward": scores.primary}
+    rewards |= {"reward/reward" if name == "reward" else name: one for name, one in scores.others.items()}
     return {
         "agent": run.agent.display_name,
         "model": config["model"],
@@ -274,7 +277,7 @@ def describe_evaluation(
         },
         "unscored": scores.unscored,
         "primary": primary,
-        "rewards": {name: _spread(spread) for name, spread in scores.rewards.items()},
+        "rewards": {name: _spread(spread) for name, spread in rewards.items()},
         "best_of": {str(k): value for k, value in scores.best_of.items()},
         "pass_at": {str(k): value for k, value in scores.pass_at.items()},
         "calls": scores.calls,

@@ -42,10 +42,10 @@ def rolled(
 def test_every_reward_has_its_mean_and_the_primary_one_is_the_first() -> None:
     finished = [
         rolled(0, {"right": 1.0, "short": 0.5}),
-        rolled(1, {"right": 0.0, "short": 0.1, "polite": 1.0}),
+        rolled(1, {"right": 0.0, "short": 0.1, "reward": 1.0}),
     ]
     metrics = describe_scores(measure(finished, 1, None, 1.0))
-    assert (metrics["val/reward"], metrics["val/reward/short"], metrics["val/reward/polite"]) == (
+    assert (metrics["val/reward"], metrics["val/reward/short"], metrics["val/reward/reward"]) == (
         0.5,
         0.3,
         1.0,
@@ -67,10 +67,10 @@ def test_of_several_samples_the_best_of_each_task_counts() -> None:
 def test_crashes_do_not_vanish_from_scores() -> None:
     crashed = [rolled(i % 10, failure=BROKEN) for i in range(39)]
     scores = measure([rolled(9, 1.0), *crashed], 4, None, 1.0)
-    assert scores.rewards["reward"].mean == pytest.approx(1 / 40)
+    assert scores.primary.mean == pytest.approx(1 / 40)
     assert (scores.pass_at[1], scores.pass_at[4]) == pytest.approx((1 / 40, 1 / 10))
     costs = measure([rolled(0, -0.5), rolled(0, failure=BROKEN), rolled(0, failure=LOST)], 2, None, 1.0)
-    assert (costs.rewards["reward"].mean, costs.rewards["reward"].rollouts) == (-0.5, 2)
+    assert (costs.primary.mean, costs.primary.rollouts) == (-0.5, 2)
     metrics = describe_scores(scores)
     assert (metrics["val/failed"], metrics["val/rollouts"]) == (39.0, 40.0)
 
@@ -85,13 +85,13 @@ def test_failures_count_with_their_reward_or_as_the_lowest() -> None:
     ]
     lowest, counted = measure(finished, 2, None, 1.0), measure(finished, 2, -1.0, 1.0)
     assert (lowest.failed, lowest.unscored, lowest.tasks, lowest.rollouts) == (2, 1, 3, 5)
-    assert (lowest.rewards["reward"].mean, lowest.rewards["reward"].rollouts) == (pytest.approx(2 / 3), 3)
-    assert (counted.rewards["reward"].mean, counted.rewards["reward"].rollouts) == (pytest.approx(1 / 3), 3)
+    assert (lowest.primary.mean, lowest.primary.rollouts) == (pytest.approx(2 / 3), 3)
+    assert (counted.primary.mean, counted.primary.rollouts) == (pytest.approx(1 / 3), 3)
 
 
 def test_nothing_scored_has_no_figures() -> None:
     scores = measure([rolled(0, failure=LOST)], 2, None, 1.0)
-    assert (scores.rewards, scores.best_of, scores.pass_at) == ({}, {}, {})
+    assert (scores.primary, scores.others, scores.best_of, scores.pass_at) == (None, {}, {}, {})
     assert "val/reward" not in describe_scores(scores)
 
 

@@ -358,6 +358,9 @@ def test_the_table_names_rewards_errors_and_pass_at_k(
     scores = measure(finished, 2, None, 1.0)
     figures = describe_evaluation(planned_runs[0], scores, finished, 2.0, None)
     assert json.loads(json.dumps(figures)) == figures
+    scores.others["reward"] = scores.others["short"]
+    named = describe_evaluation(planned_runs[0], scores, finished, 2.0, None)["rewards"]
+    assert named == figures["rewards"] | {"reward/reward": figures["rewards"]["short"]}
     (tmp_path / "eval.jsonl").touch()
     print_scores(figures, str(tmp_path))
     text = capsys.readouterr().out
