@@ -17,7 +17,7 @@ from raylight._utils.bounds import MAX_COUNT, MAX_SAMPLES, MAX_SECONDS, Seed
 from raylight._utils.files import write_atomic
 from raylight.agent.prompts import PromptTemplate
 from raylight.algorithms.apo.critic import ask_model, client_on_current_loop
-from raylight.algorithms.apo.edits import RejectedEdit, parse_rewrite
+from raylight.algorithms.apo.edits import RejectedEdit, check_rewrite
 from raylight.algorithms.apo.evaluator import PromptEvaluator
 from raylight.algorithms.apo.prompts import placeholder_rules
 from raylight.algorithms.apo.trials import lowest_reward, trial_record
@@ -455,7 +455,7 @@ class RolloutAdapter:
         }
         try:
             text = InstructionProposalSignature.run(self._reflect, request)["new_instruction"]
-            return {self.name: parse_rewrite(self.seed, f"<prompt>{text}</prompt>").template}
+            return {self.name: check_rewrite(self.seed, text.strip()).template}
         except RejectedEdit as error:
             self.rejected.append({"reason": str(error), "text": error.text})
             return {}

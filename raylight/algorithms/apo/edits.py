@@ -9,8 +9,7 @@ from raylight.agent.prompts import PromptTemplate
 from raylight.algorithms.apo.history import RejectionKind
 from raylight.errors import PromptError, RaylightError
 
-_TAGGED = re.compile(r"<prompt>(?P<text>(?:(?!<prompt>).)*?)</prompt>", re.DOTALL)
-_OPENED = re.compile(r".*<prompt>", re.DOTALL)
+_OPEN, _TAG = "<prompt>", re.compile(r"</?prompt>")
 _FENCED = re.compile(r"\A```[\w-]*\n(?P<text>.*)\n```\Z", re.DOTALL)
 
 
@@ -32,28 +31,45 @@ class RejectedEdit(RaylightError):
         return type(self), (str(self), self.kind, self.text)
 
 
-def extract_prompt(answer: str) -> str:
+def extract_prompt(answer: str, nested: bool = False) -> str:
     """Return the prompt in an answer, without a code fence around it.
 
     The prompt is the text between the last `<prompt>` and `</prompt>`, or after an unclosed `<prompt>`, or
     else the whole answer.
+
+    Args:
+        nested: the prompt may contain such tags itself.
     """
-    tagged = list(_TAGGED.finditer(answer))
-    text = (tagged[-1]["text"] if tagged else _OPENED.sub("", answer)).strip()
+    opened: list[int] = []
+    text: str | None = None
+    for tag in _TAG.finditer(answer):
+        if tag[0] == _OPEN:
+            opened.append(tag.end())
+        elif opened:
+            text = answer[opened.pop() : tag.start()]
+            opened = opened if nested else []
+    text = (answer.rpartition(_OPEN)[2] if text is None else text).strip()
     fenced = _FENCED.match(text)
     return fenced["text"].strip() if fenced else text
 
 
 def parse_rewrite(parent: PromptTemplate, answer: str) -> PromptTemplate:
-    """Return the rewritten prompt of an answer.
+    """Return the rewritten prompt of an answer; raises as `check_rewrite` does."""
+    return check_rewrite(parent, extract_prompt(answer, nested=_OPEN in parent.template), answer)
+
+
+def check_rewrite(parent: PromptTemplate, text: str, answer: str = "") -> PromptTemplate:
+    """Return a prompt with a rewritten text.
 
     It has exactly its parent's placeholders, each plain or with its parent's conversion and format, because
     no other format is known to fit the agents' values.
 
+    Args:
+        answer: what the text is from, for the record of an empty one.
+
     Raises:
         RejectedEdit: the prompt is empty or malformed, or has other placeholders than its parent.
     """
-    text = extract_prompt(answer)
     if not text:
         raise RejectedEdit("the model's answer has no prompt", "empty", answer)
     rewritten = parent.model_copy(update={"template": text})

@@ -54,6 +54,15 @@ def test_rewrites_that_agents_could_not_use(engine: Any, parent: str, answer: st
     assert (str(again), again.kind, again.text) == (str(caught.value), kind, caught.value.text)
 
 
+def test_a_prompt_may_have_the_tags_itself() -> None:
+    parent = PromptTemplate(template="Shorten <prompt>{a}</prompt>")
+    text = "Read this, then shorten it: <prompt>{a}</prompt> No comments."
+    for answer in (f"<prompt>{text}</prompt>", f"<think>in <prompt> tags</think><prompt>\n{text}\n</prompt>"):
+        assert parse_rewrite(parent, answer).template == text
+    plain = PromptTemplate(template="Shorten {a}")
+    assert parse_rewrite(plain, "<prompt><prompt>Cut {a}</prompt></prompt>").template == "Cut {a}"
+
+
 def test_a_rewrite_keeps_the_engine() -> None:
     rewritten = parse_rewrite(
         PromptTemplate(template="{{ a }}", engine="jinja"), "{% if a > 1 %}{{ a }}{% endif %}"
