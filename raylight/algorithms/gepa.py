@@ -256,13 +256,32 @@ class GepaProgress:
 
     def __init__(self, context: Any, loop: asyncio.AbstractEventLoop, adapter: RolloutAdapter) -> None:
         self._context, self._loop, self._adapter = context, loop, adapter
+        self._ended: tuple[int, dict[str, float]] | None = None
+        """Number and metrics of a round that ended, until the package has stored its state."""
 
     def log(self, message: str) -> None:
         """Drop the package's own lines; what they say is in the metrics and in gepa.json."""
 
     def on_iteration_end(self, event: Any) -> None:
-        """Report a round."""
-        self._report(event["iteration"], event["state"])
+        """Keep the metrics of a round."""
+        state = event["state"]
+        scores = self._adapter.val_scores(state.program_candidates, state.prog_candidate_val_subscores)
+        self._ended = (
+            event["iteration"],
+            {
+                "val/reward": max(scores),
+                "gepa/candidates": float(len(scores)),
+                "gepa/rollouts": float(state.total_num_evals),
+            },
+        )
+
+    def on_state_saved(self, event: Any) -> None:
+        """Report the round before. One that was cut off is not stored, and is taken again on resume."""
+        if self._context is not None and self._ended is not None:
+            self._loop.call_soon_threadsafe(self._context.step, *self._ended)
+        self._ended = None
+
+    on_optimization_end = on_state_saved
 
     def on_valset_evaluated(self, event: Any) -> None:
         """Show the score of a prompt that was scored on all validation tasks."""
@@ -271,16 +290,6 @@ class GepaProgress:
                 f"round {event['iteration']}: a prompt has {event['average_score']:.3f} on validation tasks"
             )
             self._loop.call_soon_threadsafe(self._context.stage, text)
-
-    def _report(self, iteration: int, state: Any) -> None:
-        scores = self._adapter.val_scores(state.program_candidates, state.prog_candidate_val_subscores)
-        metrics = {
-            "val/reward": max(scores),
-            "gepa/candidates": float(len(scores)),
-            "gepa/rollouts": float(state.total_num_evals),
-        }
-        if self._context is not None:
-            self._loop.call_soon_threadsafe(self._context.step, iteration, metrics)
 
 
 def _prepare_state(folder: Path | None, resume_file: Path | None, identity: JsonObject) -> Path | None:

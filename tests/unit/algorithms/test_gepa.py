@@ -123,6 +123,33 @@ async def test_a_search_goes_on_in_another_folder_without_scoring_the_seed_again
         await gepa.run([1, 2, 3, 4], [5, 6, 7])
 
 
+async def test_a_round_that_was_cut_off_is_reported_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("raylight.store.tables.transitions.FIRST_BACKOFF_S", 0.01)
+    steps: list[int] = []
+    nothing = lambda *args: None  # noqa: E731
+    with serve_script(lambda model, text: "```\nAdd {a} politely.\n```") as models:
+        for lost, resume_file in ((LOST, None), (0.5, tmp_path / rl.GEPA.result_file)):
+            store = StoreClient(StoreService())
+            gepa = algorithm(models.url, store, max_rollouts=10)
+            gepa.set_run_context(
+                SimpleNamespace(  # type: ignore[arg-type]
+                    folder=tmp_path,
+                    resume_file=resume_file,
+                    step=lambda step, metrics: steps.append(step),
+                    stage=nothing,
+                    report_failures=nothing,
+                )
+            )
+            expected = pytest.raises(RolloutsFailedError) if lost is LOST else contextlib.nullcontext()
+            rewards = {SEED.template: 0.0, "Add {a} politely.": lost}
+            async with agents(store, rewards=rewards.__getitem__), within(60):
+                with expected:
+                    await gepa.run([1, 2], [5, 6])
+    assert steps == [1, 2]
+
+
 async def test_a_prompt_without_its_placeholder_is_never_rolled_out() -> None:
     store = StoreClient(StoreService())
     with serve_script(lambda model, text: "```\nAdd them politely and briefly.\n```") as models:
