@@ -8,6 +8,7 @@ import time
 from dataclasses import dataclass
 
 from raylight.algorithms.policy import PolicyAlgorithm
+from raylight.tasks.task_set import ShuffledTasks
 from raylight.trainer.components.publication import PinnedAdapter, Publications
 from raylight.trainer.components.run_learner import RunLearner
 from raylight.trainer.loops.batch_metrics import by_source, raise_if_hopeless
@@ -34,7 +35,7 @@ class Evaluator(ModelSelection):
         tasks: list[object],
         report: Report,
     ) -> None:
-        super().__init__(learners, algorithm, report, bool(tasks))
+        super().__init__(learners, algorithm, report, ShuffledTasks(tasks).fingerprint() if tasks else None)
         self._rollouts, self._algorithm, self._tasks = rollouts, algorithm, tasks
         self._reported_others = False
 

@@ -25,7 +25,8 @@ class ModelSelection:
     improvement.
 
     Args:
-        evaluates: False if there is nothing to evaluate on.
+        held_out: digest of the data that the model is evaluated on, None without any. Values on different
+            data are not compared.
     """
 
     def __init__(
@@ -33,9 +34,9 @@ class ModelSelection:
         learners: RunLearner,
         algorithm: PolicyAlgorithm | SupervisedAlgorithm,
         report: Report,
-        evaluates: bool,
+        held_out: JsonObject | None,
     ) -> None:
-        self._learners, self._report, self._evaluates = learners, report, evaluates
+        self._learners, self._report, self._held_out = learners, report, held_out
         self._selection = algorithm
         self._best: JsonObject | None = None
         """Content of `best.json`."""
@@ -47,7 +48,7 @@ class ModelSelection:
     def is_due(self, step: int, is_last: bool) -> bool:
         """Return True if the policy is to be evaluated after a step; step 0 is before the training."""
         algorithm = self._selection
-        if not self._evaluates:
+        if self._held_out is None:
             return False
         if step == 0:
             return algorithm.val_before_train
@@ -74,8 +75,8 @@ class ModelSelection:
         """Continue from a state. A model in `best/` that was saved after the state remains the best until a
         better one.
 
-        A best model by another metric or mode is not compared with: the next evaluation then counts as the
-        first.
+        A best model by another metric or mode, or on other data, is not compared with: the next evaluation
+        then counts as the first.
         """
         self._best, self._reference, self._stale = state["best"], state["reference"], state["stale"]
         if self._best is not None and not self._is_comparable(self._best):
@@ -125,6 +126,7 @@ class ModelSelection:
                 "step": step,
                 "value": value,
                 "metrics": metrics,
+                "held_out": self._held_out,
             }
             await self._save(pinned)
             self._report.best = self._best
@@ -137,8 +139,9 @@ class ModelSelection:
             self._stale += 1
 
     def _is_comparable(self, best: JsonObject) -> bool:
-        """Return True if the best model was chosen by the current metric and mode."""
-        return (best["metric"], best["mode"]) == (self._selection.best, self._selection.best_mode)
+        """Return True if the best model was chosen by the current metric and mode, on the current data."""
+        chosen = best["metric"], best["mode"], best.get("held_out", self._held_out)  # older states have none
+        return chosen == (self._selection.best, self._selection.best_mode, self._held_out)
 
     def _is_better(self, value: float, other: float, min_delta: float = 0.0) -> bool:
         gain = value - other if self._selection.best_mode == "max" else other - value

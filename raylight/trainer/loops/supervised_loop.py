@@ -35,7 +35,8 @@ class SupervisedLoop(StepLoop):
         self, run: SupervisedComponents, data: SupervisedData, report: Report, config: JsonObject
     ) -> None:
         training = run.settings.training
-        selection = ModelSelection(run.learner, training.algorithm, report, bool(data.held_out))
+        held_out = SupervisedData(data.held_out).fingerprint() if data.held_out else None
+        selection = ModelSelection(run.learner, training.algorithm, report, held_out)
         super().__init__(run.learner, run.start, report, training, config, selection)
         self._algorithm, self._data = training.algorithm, data
         self._schedule = batch_schedule(training.algorithm, data, run.settings.seed)
