@@ -15,7 +15,9 @@ def plain(value: object) -> object:
         return value
     if isinstance(value, Mapping):
         return {str(name): plain(item) for name, item in value.items()}
-    if isinstance(value, list | tuple | set | frozenset):
+    if isinstance(value, set | frozenset):
+        value = sorted(value, key=repr)  # the order of texts differs between processes
+    if isinstance(value, list | tuple):
         return [plain(item) for item in value]
     if isinstance(value, np.generic | np.ndarray) and not isinstance(value, np.longdouble):
         return plain(value.tolist())

@@ -20,13 +20,13 @@ class SavedEvaluation:
     """An evaluation as its folder has it.
 
     Attributes:
-        rewards: mean reward of each task, by the task as JSON.
+        rewards: mean reward of each task, by the task as JSON and its number among equal tasks.
     """
 
     name: str
     agent: str
     model: str
-    rewards: dict[str, float]
+    rewards: dict[tuple[str, int], float]
     config: JsonObject
 
     @property
@@ -56,16 +56,20 @@ def read_evaluation(folder: Path) -> SavedEvaluation:
         given = [reward for reward in succeeded if reward is not None]
         chosen = figures["config"]["failure_reward"]
         failed = min([0.0, *given]) if chosen is None else chosen
-        rewards: dict[str, list[float]] = {}
+        rewards: dict[tuple[str, int], list[float]] = {}
+        equal: dict[str, dict[int, int]] = {}
         for line in lines:
+            task = json.dumps(line["task"], sort_keys=True)
+            numbers = equal.setdefault(task, {})
+            number = numbers.setdefault(line.get("task_index", 0), len(numbers))
             if line.get("failure") in ("infrastructure", "cancelled"):
                 continue
             reward = failed if line["status"] != "succeeded" else line["reward"]
             if reward is not None:
-                rewards.setdefault(json.dumps(line["task"], sort_keys=True), []).append(reward)
+                rewards.setdefault((task, number), []).append(reward)
         if not rewards:
             raise ValueError("no rollout has a reward")
-        by_task = {task: statistics.fmean(values) for task, values in rewards.items()}
+        by_task = {key: statistics.fmean(values) for key, values in rewards.items()}
         return SavedEvaluation(str(folder), figures["agent"], figures["model"], by_task, figures["config"])
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ConfigError(

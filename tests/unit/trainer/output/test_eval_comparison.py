@@ -49,6 +49,21 @@ def test_samples_of_a_task_are_averaged(tmp_path: Path) -> None:
     assert sorted(first.rewards.values()) == [0.5, 1.0]
 
 
+def test_equal_tasks_count_as_often_as_they_occur(tmp_path: Path) -> None:
+    found = []
+    for name, rewards in (("a", [1.0, 1.0, 1.0, 0.0]), ("b", [1.0, 0.0, 1.0, 0.0])):
+        folder = written(tmp_path / name, rewards)
+        lines = [json.loads(line) for line in (folder / "eval.jsonl").read_text().splitlines()]
+        lines = [line | {"task": n // 3, "task_index": n} for n, line in enumerate(lines)]
+        (folder / "eval.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+        found.append(read_evaluation(folder))
+    first, other = found
+    assert (first.mean.mean, first.mean.rollouts) == (0.75, 4)  # as in eval.json
+    difference = compare(first, other)
+    assert difference is not None
+    assert (difference.mean, difference.rollouts) == (-0.25, 4)
+
+
 def test_failures_count_and_lost_rollouts_do_not(tmp_path: Path) -> None:
     folder = written(tmp_path / "a", [1.0, None, -1.0])
     assert read_evaluation(folder).mean.mean == pytest.approx(-1 / 3)
