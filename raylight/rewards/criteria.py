@@ -12,7 +12,7 @@ from typing import Any
 from raylight._utils.bounds import MAX_FACTOR
 from raylight.agent.resources import LLM
 from raylight.errors import ConfigError
-from raylight.rewards.group import GroupRollout, run_plain
+from raylight.rewards.group import GroupRollout, identify, run_plain
 from raylight.rewards.judge import MAX_ATTEMPTS, MAX_CONCURRENT, Judge, as_score
 from raylight.traces.messages import Message
 from raylight.traces.reward_spans import as_reward
@@ -66,6 +66,10 @@ class Rubric:
         self._criteria, self._judge, self.name = tuple(criteria), judge, name
         self._judged = [criterion for criterion in criteria if criterion.check is None]
         self._scale = math.fsum(max(criterion.weight, 0.0) for criterion in criteria)
+        compared = [
+            [one.name, one.description, one.weight, one.check and identify(one.check)] for one in criteria
+        ]
+        self.identity = [None if judge is None else judge.model, compared, name]
 
     async def __call__(self, group: list[GroupRollout]) -> list[dict[str, float]]:
         return list(await asyncio.gather(*map(self._score, group)))

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextvars
 import inspect
+import json
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -99,6 +100,14 @@ GroupReward: TypeAlias = Callable[
     [list[GroupRollout]], Sequence[RolloutReward] | Awaitable[Sequence[RolloutReward]]
 ]
 """Function from the rollouts of a group to their rewards."""
+
+
+def identify(function: Callable[..., object]) -> object:
+    """Return what a resumed run compares of a group reward, as JSON: "module:name" of the function, or of the
+    class, with the attribute `identity` if it has one."""
+    named = function if hasattr(function, "__qualname__") else type(function)
+    name, arguments = f"{named.__module__}:{named.__qualname__}", getattr(function, "identity", None)
+    return name if arguments is None else {name: json.loads(json.dumps(arguments, default=repr))}
 
 
 async def call_group_reward(function: GroupReward, group: list[GroupRollout]) -> list[dict[str, float]]:

@@ -44,6 +44,7 @@ class Judge:
         if attempts < 1 or max_concurrent < 1:
             raise ConfigError(f"attempts={attempts} and max_concurrent={max_concurrent} must be at least 1")
         self._llm, self._name, self._attempts = llm, name, attempts
+        self.model = llm.model
         self._free, self._max_concurrent = (
             dict[asyncio.AbstractEventLoop, asyncio.Semaphore](),
             max_concurrent,

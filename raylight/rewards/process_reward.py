@@ -8,7 +8,13 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from raylight.errors import ConfigError, GroupRewardError
-from raylight.rewards.group import GroupReward, GroupRollout, call_group_reward, record_turns
+from raylight.rewards.group import (
+    GroupReward,
+    GroupRollout,
+    call_group_reward,
+    identify,
+    record_turns,
+)
 from raylight.rewards.scoring_model import ScoringModel, find_reward_models
 from raylight.traces.messages import OpenAIMessages, TraceToMessages
 
@@ -44,6 +50,7 @@ class ProcessReward:
 
     def __init__(self, reward: GroupReward, final: GroupReward | None, name: str) -> None:
         self._reward, self._final, self.name = reward, final, name
+        self.identity = [identify(reward), None if final is None else identify(final), name]
 
     @property
     def reward_models(self) -> list[ScoringModel]:

@@ -65,6 +65,7 @@ class ScoringModel:
 
     def __init__(self, config: RewardModelConfig, name: str) -> None:
         self.config, self.name = config, name
+        self.identity = [config.model, config.max_tokens, config.long_conversations, name]
 
     @property
     def reward_models(self) -> tuple[ScoringModel, ...]:

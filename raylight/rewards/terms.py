@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 
 from raylight._utils.bounds import MAX_FACTOR
 from raylight.errors import ConfigError
-from raylight.rewards.group import GroupReward, GroupRollout, call_group_reward
+from raylight.rewards.group import GroupReward, GroupRollout, call_group_reward, identify
 from raylight.rewards.process_reward import ProcessReward
 from raylight.rewards.scoring_model import ScoringModel, find_reward_models
 
@@ -19,13 +19,17 @@ class RolloutTerm:
 
     Args:
         function: function from a rollout to its reward.
+        arguments: of the term with this title, which made the function.
     """
 
-    def __init__(self, function: Callable[[GroupRollout], object], title: str | None = None) -> None:
+    def __init__(
+        self, function: Callable[[GroupRollout], object], title: str | None = None, **arguments: object
+    ) -> None:
         if not callable(function) or inspect.iscoroutinefunction(function):
             raise ConfigError(f"each_rollout takes a plain function of one rollout, not {function!r:.80}")
         self._function = function
         self.__name__ = title or getattr(function, "__name__", type(function).__name__)
+        self.identity = {title: arguments} if title else identify(function)
 
     def __call__(self, group: list[GroupRollout]) -> list[object]:
         return [self._function(rollout) for rollout in group]
@@ -43,7 +47,9 @@ def agent_reward(name: str | None = None) -> RolloutTerm:
         name: name of the reward; None for the one that counts.
     """
     return RolloutTerm(
-        lambda rollout: rollout.reward if name is None else rollout.rewards.get(name), "agent_reward"
+        lambda rollout: rollout.reward if name is None else rollout.rewards.get(name),
+        "agent_reward",
+        name=name,
     )
 
 
@@ -61,7 +67,9 @@ def matches(pattern: str, *, full: bool = False) -> RolloutTerm:
     except re.error as error:
         raise ConfigError(f"the pattern {pattern!r} is not a regular expression: {error}") from None
     find = compiled.fullmatch if full else compiled.search
-    return RolloutTerm(lambda rollout: float(find(rollout.answer) is not None), "matches")
+    return RolloutTerm(
+        lambda rollout: float(find(rollout.answer) is not None), "matches", pattern=pattern, full=full
+    )
 
 
 def length_penalty(max_tokens: int, buffer: int) -> RolloutTerm:
@@ -78,7 +86,7 @@ def length_penalty(max_tokens: int, buffer: int) -> RolloutTerm:
     def penalty(rollout: GroupRollout) -> float:
         return -min(max((rollout.sampled_tokens - (max_tokens - buffer)) / buffer, 0.0), 1.0)
 
-    return RolloutTerm(penalty, "length_penalty")
+    return RolloutTerm(penalty, "length_penalty", max_tokens=max_tokens, buffer=buffer)
 
 
 class RelativeLength:
@@ -92,7 +100,7 @@ class RelativeLength:
     """
 
     def __init__(self, good_from: float = 1.0) -> None:
-        self._good_from = good_from
+        self._good_from = self.identity = good_from
 
     def __call__(self, group: list[GroupRollout]) -> list[float]:
         lengths = [rollout.sampled_tokens for rollout in group]
@@ -138,6 +146,10 @@ class RewardSum:
                 f"{', '.join(terms)}"
             )
         self._terms, self._weights = dict(terms), {name: weights.get(name, 1.0) for name in terms}
+        self.identity = {
+            "terms": {name: identify(term) for name, term in terms.items()},
+            "weights": self._weights,
+        }
 
     @property
     def reward_models(self) -> list[ScoringModel]:

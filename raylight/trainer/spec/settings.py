@@ -27,7 +27,7 @@ from raylight.config import (
     StoreConfig,
 )
 from raylight.learner.protocol import LearnerSettings, ModelSettings
-from raylight.rewards.group import GroupReward
+from raylight.rewards.group import GroupReward, identify
 from raylight.rewards.scoring_model import ScoringModel
 from raylight.runner.actor import RunnerPayload
 from raylight.serving.gateway.session_service import SessionRules
@@ -251,7 +251,7 @@ class RolloutSettings(CommonSettings):
     def resolved(self) -> JsonObject:
         content: JsonObject = {"name": self.name} | self._resolved_model()
         if self.group_reward is not None:
-            content["group_reward"] = _qualified_name(self.group_reward)
+            content["group_reward"] = identify(self.group_reward)
         if self.reward_models:
             content["reward_models"] = [
                 {"name": one.model.name} | one.model.config.model_dump(mode="json", exclude_unset=True)
@@ -307,12 +307,6 @@ class TrainedSettings(ServedSettings):
             "trained_agents": training.trained_agents,
             **training.resolved(self.serving.model_path),
         }
-
-
-def _qualified_name(function: object) -> str:
-    """Return "module:name" of a function, or of the class of another callable."""
-    named = function if hasattr(function, "__qualname__") else type(function)
-    return f"{named.__module__}:{named.__qualname__}"
 
 
 @functools.cache

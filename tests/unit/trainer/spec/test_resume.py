@@ -1,17 +1,22 @@
 """Resuming: the point where a run starts, changed settings, metrics, and the former driver's store."""
 
 import asyncio
+import copy
 import json
 import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
+import numpy as np
 import pytest
+import yaml
 from recording_display import RecordingDisplay
 from run_output import metric_rows
 from run_settings import make_settings
 
+import raylight as rl
+from raylight import rewards
 from raylight.config import LoraConfig
 from raylight.errors import ConfigError, StoreError
 from raylight.learner.state.checkpoints import TrainingStates
@@ -163,6 +168,36 @@ def test_a_group_reward_is_compared_by_its_name():
         "builtins:sum",
         "raylight.tasks.curriculum:Curriculum",
     )
+
+
+JUDGES = [rl.LLM(endpoint="http://localhost/v1", model=model) for model in ("small", "large")]
+
+
+@pytest.mark.parametrize(
+    ("former", "other"),
+    [
+        (rewards.RewardSum({"a": sum}), rewards.RewardSum({"a": max})),
+        (rewards.RewardSum({"a": sum}), rewards.RewardSum({"a": sum}, {"a": np.float64(0.5)})),
+        (rewards.RelativeLength(), rewards.RelativeLength(0.5)),
+        (rewards.matches("a"), rewards.matches("a", full=True)),
+        (rewards.agent_reward(), rewards.agent_reward("short")),
+        (rewards.length_penalty(100, 10), rewards.length_penalty(100, 20)),
+        (rewards.each_rollout(sum), rewards.each_rollout(max)),
+        (rewards.each_turn(sum), rewards.each_turn(sum, final=rewards.RelativeLength())),
+        (rewards.reward_model("a"), rewards.reward_model("b")),
+        *zip(map(rewards.ruler, JUDGES[:1]), map(rewards.ruler, JUDGES[1:]), strict=True),
+        tuple(
+            rewards.rubric([rewards.Criterion("c", "It is right.", weight)], JUDGES[0]) for weight in (1, 2)
+        ),
+    ],
+)
+def test_a_group_reward_with_other_arguments_starts_a_lineage(former: Any, other: Any):
+    settings = [make_settings(group_reward=one) for one in (former, copy.deepcopy(former), other)]
+    parts = [{"group_reward": one.resolved()["group_reward"]} for one in settings]
+    before, same, now = (CONFIG | yaml.safe_load(yaml.safe_dump(part)) for part in parts)
+    state = metadata(fresh_start()) | {"config": before}
+    assert not resume_after("u", 10, state, same, 0).starts_new_lineage
+    assert resume_after("u", 10, state, now, 0).starts_new_lineage
 
 
 TEN = list("abcdefghij")
