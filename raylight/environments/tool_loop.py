@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
 from raylight._utils.aio import task_group
+from raylight._utils.printable import encodable
 from raylight.agent.operations import operation
 from raylight.agent.resources import LLM
 from raylight.types import JsonObject
@@ -166,7 +167,7 @@ async def call_tool(
     with operation(name=name) as op:
         op.set_input(arguments=given)
         result = await execute(given)
-        content = cut_result(result, max_result) if isinstance(result, str) else result
+        content = cut_result(result, max_result) if isinstance(result, str) else encodable(result)
         op.set_output(content)
     return content
 
@@ -180,18 +181,18 @@ def parse_arguments(arguments: str | Mapping[str, object]) -> JsonObject:
     Raises:
         ValueError: they are not a JSON object; the message is meant for the model.
     """
-    if isinstance(arguments, str):
-        try:
-            arguments = json.loads(arguments or "{}")
-        except (ValueError, RecursionError) as error:
-            raise ValueError(f"the arguments are not JSON: {error}") from None
-    if not isinstance(arguments, Mapping):
+    try:
+        given = encodable(json.loads(arguments or "{}") if isinstance(arguments, str) else arguments)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"the arguments are not JSON: {error}") from None
+    if not isinstance(given, dict):
         raise ValueError("the arguments are not a JSON object")
-    return dict(arguments)
+    return given
 
 
 def cut_result(text: str, limit: int = MAX_RESULT) -> str:
     """Return a tool's result, of which the model receives at most `limit` characters."""
+    text = encodable(text)
     if len(text) <= limit:
         return text
     return f"{text[:limit]}\n[cut: {len(text)} characters, {limit} shown]"

@@ -12,6 +12,7 @@ from collections.abc import Mapping
 
 from starlette.responses import JSONResponse
 
+from raylight._utils.printable import encodable
 from raylight.types import JsonObject
 
 CONTEXT_LENGTH = "context_length_exceeded"
@@ -94,7 +95,7 @@ class RequestError(Exception):
         details: Mapping[str, object] | None = None,
     ) -> None:
         super().__init__(message)
-        self.message = message.encode("utf-8", "replace").decode()  # quotes of lone surrogates cannot be sent
+        self.message = encodable(message)
         self.status = status
         self.kind = kind or KINDS.get(status, "invalid_request_error" if status < 500 else "server_error")
         self.code = code or OPENAI_TYPES.get(self.kind, (None, None))[1]

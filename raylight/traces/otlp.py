@@ -34,6 +34,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.routing import Route
 
+from raylight._utils.printable import encodable
 from raylight.errors import (
     InvalidTransitionError,
     OtlpError,
@@ -424,7 +425,7 @@ def traces_route(
                     decode, body, content_type, coding, max_bytes, max_spans
                 )
         except OtlpError as error:
-            return _answer(Status(message=_utf8(str(error))), kind, error.status)
+            return _answer(Status(message=encodable(str(error))), kind, error.status)
         except ClientDisconnect:
             return Response(status_code=400)  # the client has gone, and does not read it
         total = len(spans) + len(reasons)
@@ -510,7 +511,7 @@ def _outcome(reasons: list[str], total: int) -> ExportTraceServiceResponse:
         )
         logger.warning("rejected %s", summary)
         response.partial_success.rejected_spans = len(reasons)
-        response.partial_success.error_message = _utf8(summary)
+        response.partial_success.error_message = encodable(summary)
     return response
 
 
@@ -519,8 +520,3 @@ def _answer(
 ) -> Response:
     content = message.SerializeToString() if kind == PROTOBUF else json_format.MessageToJson(message).encode()
     return Response(content, status, headers, kind)
-
-
-def _utf8(text: str) -> str:
-    """Replace lone surrogates, which a message may quote from a malformed body and protobuf rejects."""
-    return text.encode("utf-8", "replace").decode()

@@ -6,6 +6,7 @@ import contextlib
 from collections.abc import AsyncIterator, Sequence
 from typing import TYPE_CHECKING, Any
 
+from raylight._utils.printable import encodable
 from raylight.agent.prompts import PromptTemplate
 from raylight.algorithms.apo.edits import RejectedEdit
 from raylight.algorithms.apo.prompts import critique_messages, edit_messages
@@ -88,7 +89,7 @@ async def ask_model(
     import openai
 
     extra: JsonObject = {} if temperature is None else {"temperature": temperature}
-    messages = [message | {"content": replace_surrogates(message["content"])} for message in messages]
+    messages = [message | {"content": encodable(message["content"])} for message in messages]
     try:
         reply = await client.chat.completions.create(model=model, messages=messages, **extra)  # type: ignore[arg-type]
     except (openai.AuthenticationError, openai.PermissionDeniedError, openai.NotFoundError) as error:
@@ -125,9 +126,4 @@ def _parse_reply(reply: Any, model: str) -> tuple[str, str | None]:
             raise TypeError(f"its content is a {type(content).__name__}")
     except (AttributeError, TypeError, LookupError) as error:
         raise RejectedEdit(f"{model!r} {NO_COMPLETION}: {reply!r:.200} ({error})", "endpoint") from error
-    return replace_surrogates(content or "").strip(), choice.finish_reason
-
-
-def replace_surrogates(text: str) -> str:
-    """Return a text with `?` for lone surrogates, which neither a request nor a file can encode."""
-    return text.encode(errors="replace").decode()
+    return encodable(content or "").strip(), choice.finish_reason

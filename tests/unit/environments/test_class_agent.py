@@ -2,6 +2,7 @@
 
 import asyncio
 import functools
+import os
 import pickle
 import threading
 from typing import Any, ClassVar
@@ -196,6 +197,27 @@ async def test_a_tool_may_have_arguments_of_any_name(model: Any) -> None:
     client = model(tool_calls(("call", {"function": "f", "name": "n"})), DONE)
     await run(Names)
     assert client.requests[-1]["messages"][-1]["content"] == "fn"
+
+
+@pytest.mark.parametrize(
+    ("kind", "content"), [("text", "caf? for a?"), ("parts", [{"type": "text", "text": "caf? for a?"}])]
+)
+async def test_halves_of_characters_are_replaced(kind: str, content: Any, model: Any) -> None:
+    # a request that has one cannot be encoded
+    class Files(Rewarded):
+        def list(self, kind: str, folder: str) -> object:
+            """List files.
+
+            Args:
+                kind: kind of result.
+                folder: folder.
+            """
+            text = os.fsdecode(b"caf\xe9") + f" for {folder}"
+            return text if kind == "text" else [{"type": "text", "text": text}]
+
+    client = model(tool_calls(("list", f'{{"kind": "{kind}", "folder": "a\\ud83d"}}')), DONE)
+    await run(Files)
+    assert client.requests[-1]["messages"][-1]["content"] == content
 
 
 async def test_a_result_is_read_before_the_next_call_changes_it(model: Any) -> None:

@@ -75,6 +75,8 @@ async def test_mistakes_and_errors_of_tools_are_text_for_the_model() -> None:
         assert (await opened.call("add", "{")).startswith("error: the arguments are not JSON")
         assert await opened.call("add", "[1, 2]") == "error: the arguments are not a JSON object"
         assert await opened.call("add", "null") == "error: the arguments are not a JSON object"
+        for half in ('{"name": "a\\ud83d"}', {"name": "a\ud83d"}):  # the server was lost
+            assert await opened.call("environment", half) == ""
 
 
 async def test_all_calls_of_a_message_are_answered_in_their_order() -> None:
