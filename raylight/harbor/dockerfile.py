@@ -6,6 +6,7 @@ files that the Dockerfile copies.
 
 from __future__ import annotations
 
+import copy
 import json
 import posixpath
 import re
@@ -54,11 +55,17 @@ def read_build_steps(dockerfile: Path) -> BuildSteps:
         DatasetError: it copies a file that is not there, or has an instruction that needs an image.
     """
     steps = BuildSteps()
+    stages: dict[str, BuildSteps] = {}
     folder = dockerfile.parent
     for number, line in _instructions(dockerfile.read_text(encoding="utf-8")):
         name, _, rest = line.partition(" ")
         try:
-            _take(steps, name.upper(), rest.strip(), folder)
+            if name.upper() == "FROM":  # the last stage is the environment, with what it is based on
+                base, *named = [word.lower() for word in rest.split() if not word.startswith("--")]
+                steps = copy.deepcopy(stages.get(base, BuildSteps()))
+                stages[named[-1] if named else ""] = steps
+            else:
+                _take(steps, name.upper(), rest.strip(), folder)
         except (DatasetError, ValueError) as error:  # of shlex: an open quotation mark
             raise DatasetError(f"{dockerfile}, line {number}: {error}") from None
     return steps
@@ -68,9 +75,7 @@ def _take(steps: BuildSteps, name: str, rest: str, folder: Path) -> None:
     """Add one instruction."""
     if name in IGNORED:
         return
-    if name == "FROM":  # a further stage begins; only the last one is the environment
-        steps.workdir, steps.env, steps.args, steps.copies, steps.commands = "/", {}, {}, [], []
-    elif name == "WORKDIR":
+    if name == "WORKDIR":
         steps.workdir = posixpath.join(steps.workdir, steps.expand(rest.strip("\"'")))
     elif name == "ENV":  # all values of an instruction refer to the variables before it
         steps.env |= {key: steps.expand(value) for key, value in _pairs(rest)}
@@ -102,8 +107,6 @@ def _copies(rest: str, steps: BuildSteps, folder: Path) -> list[tuple[Path, str]
         if not matches:
             raise DatasetError(f"{source} is not in {folder}")
         for match in matches:
-            if not match.resolve().is_relative_to(folder.resolve()):
-                raise DatasetError(f"{source} is outside {folder}")
             if match.is_dir():
                 found += [
                     (path, posixpath.join(destination, path.relative_to(match).as_posix()))
@@ -113,6 +116,9 @@ def _copies(rest: str, steps: BuildSteps, folder: Path) -> list[tuple[Path, str]
             else:
                 many = into_folder or len(matches) > 1
                 found.append((match, posixpath.join(destination, match.name) if many else destination))
+    for path, _ in found:
+        if not path.resolve().is_relative_to(folder.resolve()):
+            raise DatasetError(f"{path} leads out of {folder}; replace the link by the file")
     return found
 
 

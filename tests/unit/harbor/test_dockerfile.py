@@ -76,6 +76,16 @@ def test_only_the_last_stage_counts(tmp_path: Path) -> None:
     assert (steps.workdir, steps.env, steps.commands) == ("/app", {}, [])
 
 
+def test_a_stage_has_what_the_stage_before_has_that_it_is_based_on(tmp_path: Path) -> None:
+    (tmp_path / "x").write_text("")
+    base = "FROM a AS Base\nENV A=1\nWORKDIR /app\nCOPY x .\nRUN make\n"
+    rest = "FROM base AS tools\nENV B=2\nFROM --platform=linux/amd64 base\nENV C=$A$B\nRUN test\n"
+    steps = read_build_steps(write(tmp_path, base + rest))
+    assert (steps.workdir, steps.env) == ("/app", {"A": "1", "C": "1"})
+    assert steps.commands == [("/app", "make"), ("/app", "test")]
+    assert steps.copies == [(tmp_path / "x", "/app/x")]
+
+
 def test_the_whole_folder_is_copied_by_a_dot(tmp_path: Path) -> None:
     (tmp_path / "x").write_text("")
     steps = read_build_steps(write(tmp_path, "WORKDIR /app\nCOPY . ."))
@@ -86,7 +96,8 @@ def test_the_whole_folder_is_copied_by_a_dot(tmp_path: Path) -> None:
     ("text", "message"),
     [
         ("COPY missing /app/", r"line 1: missing is not in"),
-        ("COPY ../secret /app/", "outside|not in"),
+        ("COPY ../secret /app/", "leads out of|not in"),
+        ("COPY . /app/", "link leads out of"),
         ("COPY --from=build /a /b", "needs an image"),
         ("ADD https://example.org/x /x", "would be downloaded"),
         ("FROM x\nONBUILD RUN x", "line 2: ONBUILD needs an image"),
@@ -95,5 +106,6 @@ def test_the_whole_folder_is_copied_by_a_dot(tmp_path: Path) -> None:
 )
 def test_a_step_that_cannot_be_taken_is_an_error(tmp_path: Path, text: str, message: str) -> None:
     (tmp_path.parent / "secret").write_text("")
+    (tmp_path / "link").symlink_to(tmp_path.parent / "secret")
     with pytest.raises(DatasetError, match=message):
         read_build_steps(write(tmp_path, text))
