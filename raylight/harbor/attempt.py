@@ -25,7 +25,12 @@ REWARD_FILES = ("reward.json", "reward.txt")
 TESTS_HOME = "/logs/home"
 """Home folder of the tests in a sandbox without images."""
 LOG_FOLDERS = (REWARDS, "/logs/agent", "/logs/artifacts")
-_FINDS_FILES = re.compile(r"^(ENV|BASH_ENV|(LD_|PYTHON|PERL|RUBY|NODE_).*|.*(PATH|OPTIONS|OPTS|PRELOAD))$")
+_FINDS_FILES = re.compile(r"ENV|BASH_ENV|(LD_|PYTHON|PERL|RUBY|NODE_).*|.*(PATH|OPTIONS|OPTS|PRELOAD)")
+_SWITCH = re.compile(r"PYTHON(UNBUFFERED|DONTWRITEBYTECODE|HASHSEED|FAULTHANDLER|UTF8|IOENCODING)|NODE_ENV")
+_SYSTEM_FILE = r"/(usr|bin|sbin|lib|etc)(/[\w@%+~-][\w@%+~.-]*)*/?|/dev/null"
+_ADDRESS = r"(https?|wss?|postgres(ql)?|mysql|rediss?|mongodb|amqps?)://(?!\S*:/)[^\s,;]+"
+_ELSEWHERE = re.compile(rf"{_ADDRESS}|({_SYSTEM_FILE})(:({_SYSTEM_FILE}))*")
+_ZONE = re.compile(r"\w+(/[\w+-]+)+")
 PRINT_PATH = ["sh", "-c", 'printf %s "$PATH"']
 SETUP = 'cd "$1" && "$(command -v bash || echo sh)" ./setup.sh'
 """Shell script that runs the setup of a step in the working directory, its argument."""
@@ -39,8 +44,15 @@ TEST_FOLDERS = ("/tests", "/logs", "/solution")
 
 
 def leads_to_files(name: str, value: str) -> bool:
-    """Return True for a variable by which programs may find files to execute, such as PATH or LD_PRELOAD."""
-    return "/" in value or _FINDS_FILES.search(name) is not None
+    """Return True for a variable by which programs may find files of an agent to execute, such as PATH.
+
+    A value with a slash does not if it is a time zone or an address in a network, or only names files of the
+    system: an agent that can write these can change the programs of the tests in any case.
+    """
+    if _SWITCH.fullmatch(name) is None and _FINDS_FILES.fullmatch(name) is not None:
+        return True
+    is_zone = name == "TZ" and _ZONE.fullmatch(value) is not None
+    return "/" in value and not is_zone and _ELSEWHERE.fullmatch(value) is None
 
 
 class HarborAttempt:

@@ -8,7 +8,7 @@ import pytest
 from sandbox_helpers import starting
 
 from raylight.errors import ConfigError, RewardError, SandboxError
-from raylight.harbor.attempt import HarborAttempt
+from raylight.harbor.attempt import HarborAttempt, leads_to_files
 from raylight.harbor.task_folder import HarborTask, read_task
 from raylight.sandboxes.process import ProcessSandbox
 from raylight.sandboxes.sandbox import Sandbox, SandboxLimits
@@ -149,14 +149,49 @@ async def test_the_variables_of_a_dockerfile_are_those_of_its_steps_and_tests(
 async def test_a_path_of_an_image_hides_no_program_of_the_sandbox_from_tests(
     tmp_path: Path, make_sandbox: Callable
 ) -> None:
-    env = 'ENV PATH="/app/bin:$PATH" PYTHONPATH=modules LD_PRELOAD=/app/x.so DATA=/app/data MODE=image\n'
-    tests = "#!/bin/sh\n[ -z $PYTHONPATH$LD_PRELOAD$DATA ] && echo $MODE && python3 -c 'exit(1)' && "
+    env = 'ENV PATH="/app/bin:$PATH" PYTHONPATH=modules LD_PRELOAD=/app/x.so DATA=/app/data TZ=Asia/Tokyo\n'
+    tests = "#!/bin/sh\n[ -z $PYTHONPATH$LD_PRELOAD$DATA ] && echo $TZ && python3 -c 'exit(1)' && "
     task = make(
         tmp_path / "task", tests=f"{tests}echo 1 > /logs/verifier/reward.txt\n", dockerfile=DOCKERFILE + env
     )
     forge = "mkdir bin && printf '#!/bin/sh\nexit 0' > bin/python3 && chmod 755 bin/python3"
-    with pytest.raises(RewardError, match=r"ended with status 1 .* ends: image"):
+    with pytest.raises(RewardError, match=r"ended with status 1 .* ends: Asia/Tokyo"):
         await attempt(task, await make_sandbox(), forge)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "leads"),
+    [
+        ("TZ", "America/Argentina/Buenos_Aires", False),
+        ("TZ", "Etc/GMT+8", False),
+        ("TZ", "../app/zone", True),
+        ("TZ", ":/app/zone", True),
+        ("ZONE", "Europe/Berlin", True),
+        ("PIP_INDEX_URL", "https://user:key@host:80/simple?a=b", False),
+        ("DATABASE_URL", "postgresql://host/db", False),
+        ("DATABASE_URL", "sqlite:///app/db", True),
+        ("URL", "file:///app/x", True),
+        ("URL", "https://host/ /app/x", True),
+        ("URL", "https://host/:/app/x", True),
+        ("JAVA_HOME", "/usr/lib/jvm/java-17-openjdk-amd64", False),
+        ("SSL_CERT_FILE", "/etc/ssl/certs/ca-certificates.crt", False),
+        ("XDG_DATA_DIRS", "/usr/local/share:/usr/share/", False),
+        ("XDG_DATA_DIRS", "/usr/share:/app", True),
+        ("JAVA_HOME", "/usr/../app", True),
+        ("LIBRARIES", "/lib32/x", True),  # a folder that the machine may lack
+        ("JAVA_HOME", "/usrapp/jvm", True),
+        ("MODEL", "Qwen/Qwen3-0.6B", True),
+        ("PYTHONPATH", "/usr/lib/python3", True),
+        ("PYTHONPATH", "modules", True),
+        ("PYTHONUNBUFFERED", "1", False),
+        ("NODE_ENV", "test", False),
+        ("NODE_OPTIONS", "--require x", True),
+        ("LD_PRELOAD", "x.so", True),
+        ("MODE", "test", False),
+    ],
+)
+def test_variables_that_may_lead_to_files_of_an_agent(name: str, value: str, leads: bool) -> None:
+    assert leads_to_files(name, value) is leads
 
 
 async def test_an_image_needs_a_sandbox_with_images(tmp_path: Path, make_sandbox: Callable) -> None:
