@@ -381,7 +381,7 @@ def test_a_rollout_without_rows_counts_in_its_group():
     ("name", "expected"),
     [
         ("opo", 1 - 4 * 1.0 / 104),
-        ("optimal_token_baseline", 0.5),  # the group's mean, as no other rollout has tokens
+        ("optimal_token_baseline", 0.5),  # the group's mean, as its weight is the other's
         ("tir_optimal_token_baseline", 0.5),
         ("rloo", 1.0),
         ("grpo", 0.5 / STD),
@@ -394,13 +394,23 @@ def test_the_reward_of_a_masked_rollout_counts_in_its_group(name, expected):
     assert advantages_of(batch, name, fields) == [[], [pytest.approx(expected, abs=1e-5)] * 4]
 
 
-def test_a_token_baseline_is_verls_where_two_rollouts_have_tokens():
+@pytest.mark.parametrize("name", ["optimal_token_baseline", "tir_optimal_token_baseline"])
+def test_a_masked_rollout_has_the_mean_weight_of_the_others_up_to_its_length(name):
     fields = {"old_logprobs": [[], [-1.0] * 4, [-2.0] * 2], "sum_pi_squared": [[], [0.3] * 4, [0.3] * 2]}
-    masked = batch_of([[], [[4]], [[2]]], [0.0, 1.0, 0.5], ["a"] * 3, lengths=[100, 4, 2])
     left = batch_of([[[4]], [[2]]], [1.0, 0.5], ["a"] * 2)
     without = {name: values[1:] for name, values in fields.items()}
-    expected = advantages_of(left, "optimal_token_baseline", without)
-    assert advantages_of(masked, "optimal_token_baseline", fields) == [[], *expected]
+    verls = advantages_of(left, name, without)
+    baseline = 1.0 - verls[0][0]
+    assert verls == [pytest.approx([1 - baseline] * 2 + [1.0] * 2), pytest.approx([0.5 - baseline] * 2)]
+    for length, reward in ((0, 9.0), (1, 0.0), (3, 0.25), (100, -2.0)):
+        masked = batch_of([[], [[4]], [[2]]], [reward, 1.0, 0.5], ["a"] * 3, lengths=[length, 4, 2])
+        baselines = [(2 * baseline + reward) / 3 if t < length else baseline for t in (0, 1)]
+        baselines += [(1.0 + reward) / 2 if t < length else 0.0 for t in (2, 3)]
+        expected = [[r - b for b in baselines[:n]] for r, n in ((1.0, 4), (0.5, 2))]
+        assert advantages_of(masked, name, fields) == [
+            [],
+            *(pytest.approx(one, abs=1e-5) for one in expected),
+        ]
 
 
 @pytest.mark.parametrize(

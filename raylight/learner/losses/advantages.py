@@ -82,16 +82,26 @@ def estimate_opo(
     return (rewards - baselines)[:, None] * response_mask
 
 
-def _subtract_mean_rewards(
-    advantages: torch.Tensor, rewards: torch.Tensor, mask: torch.Tensor, index: np.ndarray
+def _count_masked(
+    advantages: torch.Tensor,
+    returns: torch.Tensor,
+    rewards: torch.Tensor,
+    mask: torch.Tensor,
+    index: np.ndarray,
+    lengths: torch.Tensor,
 ) -> None:
-    """Subtract the group's mean reward in groups with only one rollout that has trained tokens, for which
-    verl's baseline of a token is 0."""
-    totals, has_tokens = rewards.sum(-1), mask.any(-1)
-    for group in set(index):
+    """Count rollouts without trained tokens in verl's baselines of tokens, which leave them out: up to its
+    length, each has the mean weight of the group's others."""
+    masked = ~mask.any(-1)
+    goes_on = masked[:, None] & (torch.arange(mask.shape[1]) < lengths[:, None])
+    totals, trained = rewards.sum(-1, keepdim=True) * goes_on, mask == 1
+    for group in set(index[masked.numpy()]):
         own = torch.from_numpy(index == group)
-        if own.sum() > 1 and (own & has_tokens).sum() == 1:
-            advantages[own] -= totals[own].mean() * mask[own]
+        others, added = trained[own].sum(0), goes_on[own].sum(0)
+        # verl has no baseline where one rollout goes on
+        baselines = torch.where(others > 1, returns - advantages, returns).where(trained, 0.0)[own].sum(0)
+        baselines = (baselines + totals[own].sum(0)) / (others + added).clamp(min=1)
+        advantages[own] = torch.where(trained & (added > 0), returns - baselines, advantages)[own]
 
 
 def estimate_opd(
@@ -384,11 +394,12 @@ def _run_estimator(
     function = user_function or OWN_ESTIMATORS.get(name)
     function = function or verl.get_adv_estimator_fn(EXACT_EQUIVALENTS.get(name, name))
     index = np.array(outline.groups, dtype=object)
+    lengths = sequences.lengths if outline.lengths is None else torch.tensor(outline.lengths)
     arguments: dict[str, object] = {
         "token_level_rewards": rewards.float() if user_function else rewards,
         "response_mask": sequences.mask,
         "index": index,
-        "lengths": sequences.lengths if outline.lengths is None else torch.tensor(outline.lengths),
+        "lengths": lengths,
         **common,
         "config": verl.AlgoConfig(**common),
     }
@@ -429,7 +440,7 @@ def _run_estimator(
     if single_token:
         advantages, returns = advantages[: len(rewards)], returns[: len(rewards)]
     if settings.has_token_baselines:
-        _subtract_mean_rewards(advantages, rewards, sequences.mask, index)
+        _count_masked(advantages, returns, rewards, sequences.mask, index, lengths)
     _check_result(name, "advantages", advantages, sequences)
     _check_result(name, "returns", returns, sequences)
     return advantages.float(), returns.float()
