@@ -36,6 +36,7 @@ from raylight.types import (
     Budget,
     Failure,
     FailureKind,
+    JsonObject,
     Rollout,
     RolloutConfig,
     Span,
@@ -160,6 +161,8 @@ class Outcome:
     failure: Failure | None = None
     truncated: Budget | None = None
     """Budget that truncated the attempt."""
+    metadata: JsonObject | None = None
+    """The rollout's metadata, if the attempt has changed it."""
 
 
 CANCELLED = Outcome("failed", Failure(kind="cancelled", error="Cancelled: the attempt is obsolete"))

@@ -17,6 +17,7 @@ import logging
 import resource
 import time
 from collections.abc import Awaitable, Callable
+from dataclasses import replace
 from typing import Literal
 from urllib.parse import urlsplit
 
@@ -250,13 +251,10 @@ class Runner:
             after = _encoded_metadata(rollout)
         except Exception as error:  # wrong metadata is a failure of the agent
             after, outcome = before, outcome if outcome.failure else Outcome("failed", describe(error))
-        finish = self._finish(original, outcome, trace)
-        if after == before or outcome is CANCELLED:
-            await finish
-        else:  # the metadata goes with the same message
+        if after != before:
             kept = {key: value for key, value in decode_payload(before).items() if key in RUN_KEYS}
-            update = self._store.update_rollout(original.rollout_id, metadata=rollout.metadata | kept)
-            await asyncio.gather(update, finish)
+            outcome = replace(outcome, metadata=rollout.metadata | kept)
+        await self._finish(original, outcome, trace)
 
     async def _finish(self, rollout: Rollout, outcome: Outcome, trace: AttemptTrace) -> RolloutState:
         """Store the attempt's last spans and decide it. An attempt that lost a reward fails."""
@@ -273,7 +271,7 @@ class Runner:
         self, rollout: Rollout, outcome: Outcome, trace: AttemptTrace, spans: list[Span]
     ) -> RolloutState:
         if outcome.status == "succeeded" and (lost := trace.reward_error):
-            outcome = Outcome("failed", describe(lost), outcome.truncated)
+            outcome = replace(outcome, status="failed", failure=describe(lost))
         return await self._store.finish_attempt(
             rollout,
             outcome.status,
@@ -281,6 +279,7 @@ class Runner:
             spans,
             losses=trace.losses,
             truncated=outcome.truncated,
+            rollout_metadata=outcome.metadata,
         )
 
     async def _resources_of(self, rollout: Rollout) -> NamedResources:

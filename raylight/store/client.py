@@ -14,6 +14,7 @@ from raylight.store.payloads import decode_payload, encode_payload
 from raylight.store.reading import StoreReader
 from raylight.store.rows import (
     N_STATE,
+    ROLLOUT_METADATA,
     Row,
     attempt_from_row,
     config_from_json,
@@ -271,6 +272,7 @@ class StoreClient(StoreReader):
         losses: dict[str, int] | None = None,
         timeout: float = RECORDS_TIMEOUT_S,
         truncated: Budget | None = None,
+        rollout_metadata: JsonObject | None = None,
     ) -> RolloutState:
         """Store an attempt's last spans and decide it, in one transaction, once all its calls to the engine
         are recorded.
@@ -283,6 +285,8 @@ class StoreClient(StoreReader):
             losses: counts of what the attempt recorded and the runner could not keep (`spans_dropped`,
                 `rewards_lost`), for the attempt's metadata and the store's counters.
             truncated: budget that truncated the attempt, for its metadata.
+            rollout_metadata: the rollout's metadata as the attempt leaves it. It is stored if the attempt
+                decides the rollout: another one begins with what the rollout had. None: it is unchanged.
         """
         attempt = rollout.attempt
         assert attempt is not None, "only a dequeued rollout has an attempt to finish"
@@ -290,6 +294,8 @@ class StoreClient(StoreReader):
         values: dict[str, object] = {"status": status, "failure": failure_json(failure) if failure else None}
         if metadata := (losses or {}) | ({TRUNCATED: truncated} if truncated else {}):
             values["metadata"] = encode_payload(metadata, "metadata")
+        if rollout_metadata is not None:
+            values[ROLLOUT_METADATA] = encode_payload(rollout_metadata, "rollout.metadata")
         clock = asyncio.get_running_loop().time
         deadline = clock() + timeout
         row = await self._channel.call("finish_attempt", *ids, values, rows, False, losses)

@@ -72,6 +72,8 @@ REWARD_SPAN = (
 N_ROLLOUT = len(ROLLOUT.split(", ")) + 1
 """Number of the columns of ROLLOUT_STATE that belong to the rollout."""
 N_STATE = N_ROLLOUT + len(ATTEMPT.split(", "))
+ROLLOUT_METADATA = "rollout_metadata"
+"""Key, among the values of an attempt that ends, of the metadata that its rollout gets if it is decided."""
 
 
 def new_id(prefix: str) -> str:

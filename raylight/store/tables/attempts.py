@@ -12,7 +12,15 @@ from dataclasses import dataclass
 from typing import Any
 
 from raylight.errors import InvalidTransitionError, UnknownIdError
-from raylight.store.rows import ATTEMPT, N_STATE, Row, config_from_json, failure_from_json, failure_json
+from raylight.store.rows import (
+    ATTEMPT,
+    N_STATE,
+    ROLLOUT_METADATA,
+    Row,
+    config_from_json,
+    failure_from_json,
+    failure_json,
+)
 from raylight.store.tables.journal import Journal
 from raylight.store.tables.rollouts import Rollouts
 from raylight.store.tables.run_clock import RunClock
@@ -245,7 +253,8 @@ class Attempts:
 
     def _change(self, attempt: AttemptState, values: dict[str, Any]) -> None:
         """Change columns of an attempt as `update` does."""
-        columns = {name: value for name, value in values.items() if name not in ("status", "failure")}
+        others = ("status", "failure", ROLLOUT_METADATA)
+        columns = {name: value for name, value in values.items() if name not in others}
         if columns:
             changes = ", ".join(f"{name} = ?" for name in columns)
             self._journal.execute(
@@ -297,6 +306,9 @@ class Attempts:
             self._journal.increment("attempts_late", by=attempt.status != values["status"])
         else:
             self._change(attempt, values)
+            status = self._rollouts.status(attempt.rollout_id)
+            if ROLLOUT_METADATA in values and attempt.latest and status in ("succeeded", "failed"):
+                self._rollouts.update(attempt.rollout_id, {"metadata": values[ROLLOUT_METADATA]})
         return self._rollouts.state(attempt.rollout_id)
 
     def set_status(

@@ -17,13 +17,14 @@ from unit_helpers import enqueue, make_key, run_all, serving, until, wait_and_re
 from raylight.agent.emit import emit_message, emit_reward
 from raylight.agent.hooks import Hook
 from raylight.agent.operations import operation
+from raylight.errors import SandboxUnavailableError
 from raylight.runner import runner as module
 from raylight.semconv import reward_attributes
 from raylight.store.client import StoreClient
 from raylight.traces.context import AttemptTrace, current_trace
 from raylight.traces.reward_spans import find_final_reward
 from raylight.traces.tracer import OtelTracer
-from raylight.types import TRAINABLE_AGENTS, EnqueueRolloutRequest, Rollout, Span
+from raylight.types import TRAINABLE_AGENTS, EnqueueRolloutRequest, Rollout, RolloutState, Span
 
 
 @pytest.fixture
@@ -404,6 +405,25 @@ async def test_notes_of_a_failure_are_kept_too(store: StoreClient) -> None:
     assert (decided.status, decided.metadata) == ("failed", {TRAINABLE_AGENTS: ["planner"]})
 
 
+async def test_a_further_attempt_begins_without_the_notes_of_the_one_before(store: StoreClient) -> None:
+    def agent(task: int, rollout: Rollout) -> Rollout:
+        assert rollout.attempt is not None
+        rollout.mark_agent_as_trainable(f"side {rollout.attempt.sequence_id}")
+        if rollout.attempt.sequence_id == 1:
+            rollout.metadata["reward"] = 0.5
+            raise SandboxUnavailableError("the node of the sandbox is gone")
+        return rollout
+
+    ids = [(await store.enqueue_rollout(1, metadata={"given": True})).rollout_id]
+    async with serving(store, agent):
+        (decided,) = await wait_and_read(store, ids)
+    assert (decided.status, decided.metadata) == (
+        "succeeded",
+        {"given": True, TRAINABLE_AGENTS: ["side 2"]},
+    )
+    assert [found.reward for found in await store.collect(ids)] == [None]
+
+
 async def test_metadata_that_an_agent_assigns_leaves_the_keys_of_the_run(store: StoreClient) -> None:
     keys = {"draw": {"task": 3}, "greedy": True, "opponent": 2, "source": "math"}
 
@@ -426,6 +446,10 @@ async def test_metadata_that_an_agent_assigns_leaves_the_keys_of_the_run(store: 
 
 async def test_metadata_that_nobody_changed_is_not_sent(store: StoreClient) -> None:
     class Refusing(StoreClient):
+        async def finish_attempt(self, *args: Any, **kwargs: Any) -> RolloutState:
+            assert kwargs["rollout_metadata"] is None, "sent"
+            return await super().finish_attempt(*args, **kwargs)
+
         async def update_rollout(self, *args: Any, **kwargs: Any) -> Rollout:
             raise AssertionError("sent")
 

@@ -1,11 +1,12 @@
 """Time in the store: leases, silence and timeouts of attempts."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 from store_helpers import BROKEN, LEASE_S, LOST, Box, Clock, call_of, ids_of, open_box, span_of
 
-from raylight.types import RolloutConfig
+from raylight.types import Failure, JsonObject, Rollout, RolloutConfig
 
 # leases
 
@@ -307,6 +308,25 @@ async def test_once_another_has_begun_a_revived_attempt_decides_nothing(box: Box
     await box.store.finish_attempt(first, "succeeded")
     assert await box.status(first) == ("preparing", "preparing")
     assert (await box.store.finish_attempt(second, "failed", BROKEN)).status == "failed"
+
+
+async def test_only_the_attempt_that_decides_a_rollout_leaves_metadata(box: Box) -> None:
+    async def finish(rollout: Rollout, status: Any, failure: Failure | None = None) -> JsonObject:
+        await box.store.finish_attempt(rollout, status, failure, rollout_metadata={"by": ids_of(rollout)[1]})
+        return (await box.store.get_rollout_by_id(rollout.rollout_id)).metadata
+
+    first = await box.take(max_attempts=2, retry_condition={"failed"})
+    assert await finish(first, "failed", BROKEN) == {}
+    second = await box.again()
+    await box.pass_time(LEASE_S)
+    third = await box.again("v")
+    assert await finish(second, "succeeded") == {}
+    decided = {"by": ids_of(third)[1]}
+    assert await finish(third, "failed", BROKEN) == decided
+    assert await finish(first, "succeeded") == await finish(second, "succeeded") == decided
+    cancelled = await box.take()
+    await box.store.cancel_rollout(cancelled.rollout_id)
+    assert await finish(cancelled, "succeeded") == {}
 
 
 async def test_the_late_timeout_of_an_unresponsive_attempt_does_not_kill_the_requeued_rollout(
