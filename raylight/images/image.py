@@ -80,16 +80,18 @@ class Image:
     def open(self) -> PIL.Image.Image:
         """Return the decoded image in RGB: turned as its EXIF data says, on white where it is transparent.
 
-        vLLM decodes images in the same way.
+        vLLM decodes images in the same way: the transparent color of a file in RGB stays this color.
         """
         from PIL import Image as pillow
         from PIL import ImageOps
 
         with pillow.open(BytesIO(self.data), formats=FORMATS) as opened:
-            image = ImageOps.exif_transpose(opened)
-        if not image.has_transparency_data:
-            return image.convert("RGB")
-        layers = image.convert("RGBA")
+            image: PIL.Image.Image = opened
+            with contextlib.suppress(Exception):  # EXIF data that cannot be read turns nothing
+                image = ImageOps.exif_transpose(opened)
+            if image.mode == "RGB" or not image.has_transparency_data:
+                return image.convert("RGB")
+            layers = image.convert("RGBA")
         white = pillow.new("RGB", layers.size, "white")
         white.paste(layers, mask=layers.getchannel("A"))
         return white

@@ -131,6 +131,19 @@ def test_transparent_places_are_white() -> None:
     assert make_image((255, 0, 0, 255)).open().getpixel((0, 0)) == (255, 0, 0)
 
 
+def test_the_transparent_color_of_a_file_in_rgb_is_this_color() -> None:
+    """As in vLLM, whose engines would see another image than the learner."""
+    buffer = BytesIO()
+    pillow.new("RGB", (8, 8), (10, 20, 30)).save(buffer, "PNG", transparency=(10, 20, 30))
+    assert read_image(buffer.getvalue()).open().getpixel((0, 0)) == (10, 20, 30)
+
+
+@pytest.mark.parametrize("form", ["PNG", "WEBP"])
+def test_exif_data_that_cannot_be_read_turn_nothing(form: str) -> None:
+    data = image_file("red", (20, 10), form, exif=b"Exif\0\0no header of TIFF", lossless=True)
+    assert read_image(data).open().tobytes() == make_image("red", (20, 10)).open().tobytes()
+
+
 def test_the_orientation_of_a_photo_counts() -> None:
     exif = pillow.Exif()
     exif[0x0112] = 6
