@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypedDict
 
-from raylight.semconv import CALL_ID, INPUT_MESSAGES, OUTPUT_MESSAGES, TOOL_DEFINITIONS
+from raylight.semconv import CALL_ID, DIALECT, INPUT_MESSAGES, OUTPUT_MESSAGES, TOOL_DEFINITIONS
 from raylight.traces.attributes import (
     WEAVE_INPUT,
     WEAVE_OUTPUT,
@@ -29,7 +29,7 @@ NON_CALL_OPERATIONS = frozenset(
 """Operations whose spans may carry messages, but which are not calls of a model."""
 TOOL_LISTS = ("gen_ai.request.functions", "gen_ai.request.tools", "llm.request.functions")
 
-CONTENTS = frozenset({"text", "image_url", "input_text", "input_image", "input_audio", "file"})
+CONTENTS = frozenset({"text", "image_url", "input_text", "input_image", "input_audio", "file", "image"})
 TOOL_CALLS = frozenset({"tool_call", "tool_use", "function_call"})
 TOOL_RESULTS = frozenset({"tool_call_response", "tool_result", "function_call_output"})
 THOUGHTS = frozenset({"reasoning", "thinking", "redacted_thinking"})
@@ -53,18 +53,20 @@ class CallMessages:
     answers: list[Message]
     """One message per choice."""
     tools: list[JsonObject] | None
+    is_captured: bool
 
     @property
-    def completeness(self) -> tuple[bool, bool]:
-        """Sort key for spans of a call: has prompt and answer, has tools."""
-        return bool(self.prompt and self.answers), self.tools is not None
+    def completeness(self) -> tuple[bool, bool, bool]:
+        """Sort key for spans of a call: has prompt and answer, is raylight's, has tools."""
+        return bool(self.prompt and self.answers), self.is_captured, self.tools is not None
 
 
 class TraceToMessages(TraceAdapter[list[OpenAIMessages]]):
     """Adapter to one conversation per model call: the prompt and its (first) answer, in order of the spans.
 
     Several spans may record one call (`call_key_of`). The first one with both prompt and answer is used,
-    preferably one with tools. Spans without messages are ignored.
+    preferably raylight's, which has what the model got, or one with tools. Spans without messages are
+    ignored.
     """
 
     def adapt(self, source: Sequence[Span], /) -> list[OpenAIMessages]:
@@ -120,7 +122,8 @@ def read_call(attributes: Mapping[str, object], children: Sequence[Span] = ()) -
         and (calls := _tool_calls([_tool_span(span) for span in children]))
     ):
         answered[0] = answered[0] | {"tool_calls": calls}
-    return CallMessages(asked, answered, [_tool(tool) for tool in tools if isinstance(tool, dict)] or None)
+    converted = [_tool(tool) for tool in tools if isinstance(tool, dict)]
+    return CallMessages(asked, answered, converted or None, DIALECT in attributes)
 
 
 def recorded_messages(attributes: Mapping[str, object]) -> tuple[object, object]:
@@ -253,14 +256,26 @@ def _content(part: object) -> JsonObject:
     kind = part.get("type")
     if kind in ("text", "input_text", "output_text"):
         return {"type": "text", "text": part.get("content", part.get("text", ""))}
-    if part.get("modality") == "image" and kind == "uri":
-        return {"type": "image_url", "image_url": {"url": part.get("uri")}}
-    if part.get("modality") == "image" and kind == "blob":
-        return {
-            "type": "image_url",
-            "image_url": {"url": f"data:{part.get('mime_type')};base64,{part.get('content')}"},
-        }
+    if (url := _image_url(part)) is not None:
+        return {"type": "image_url", "image_url": {"url": url}}
     return part
+
+
+def _image_url(part: JsonObject) -> object:
+    """Return the URL of an image in the shape of OpenAI's responses, Anthropic or OpenTelemetry; None for
+    another part, and for an image that the span names without its content."""
+    kind, source = part.get("type"), part.get("source")
+    if kind == "input_image":
+        return part.get("image_url")
+    if kind == "image" and isinstance(source, dict):
+        return source.get("url") or _data_url(source.get("media_type"), source.get("data"))
+    if part.get("modality") == "image":
+        return part.get("uri") or _data_url(part.get("mime_type"), part.get("content"))
+    return None
+
+
+def _data_url(media_type: object, data: object) -> str | None:
+    return f"data:{media_type};base64,{data}" if data else None
 
 
 def _tool_calls(recorded: list[Any]) -> list[JsonObject]:

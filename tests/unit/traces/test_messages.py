@@ -9,8 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from template_helpers import result, says, user
 
+from raylight.semconv import DIALECT
 from raylight.traces.attributes import parse_literal, unflatten, unflatten_list
-from raylight.traces.messages import TraceToMessages, openai_messages, read_call
+from raylight.traces.messages import TraceToMessages, image_urls, openai_messages, read_call
 from raylight.types import Span
 
 _sequence = itertools.count(1)
@@ -198,10 +199,49 @@ def test_images(message: dict[str, Any]) -> None:
     assert openai_messages([message], "user") == [user(IMAGE)]
 
 
-def test_an_image_in_a_span_becomes_a_data_url() -> None:
-    blob = {"type": "blob", "modality": "image", "mime_type": "image/png", "content": "AAAA"}
-    (message,) = openai_messages([{"role": "user", "parts": [blob]}], "user")
+ANTHROPIC_IMAGE = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": "AAAA"}}
+BLOB = {"type": "blob", "modality": "image", "mime_type": "image/png"}
+
+
+@pytest.mark.parametrize(
+    "part",
+    [
+        BLOB | {"content": "AAAA"},
+        ANTHROPIC_IMAGE,
+        {"type": "image", "source": {"type": "url", "url": "data:image/png;base64,AAAA"}},
+        {"type": "input_image", "image_url": "data:image/png;base64,AAAA", "detail": "low"},
+    ],
+)
+def test_an_image_in_a_span_becomes_a_url(part: dict[str, Any]) -> None:
+    (message,) = openai_messages([{"role": "user", "parts": [part]}], "user")
     assert message["content"] == [{"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}]
+
+
+def test_an_image_that_a_tool_returned() -> None:
+    shown = {"type": "tool_result", "tool_use_id": "call_1", "content": [ANTHROPIC_IMAGE]}
+    (message,) = openai_messages([{"role": "user", "content": [shown]}], "user")
+    assert message["content"] == [{"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}]
+
+
+@pytest.mark.parametrize("part", [BLOB, {"type": "uri", "modality": "image", "uri": None}])
+def test_an_image_that_was_not_recorded_has_no_url(part: dict[str, Any]) -> None:
+    """As of pydantic-ai with `include_binary_content=False`."""
+    (message,) = openai_messages([turn("user", part)], "user")
+    assert message["content"] == [part]
+    assert image_urls([message]) == []
+
+
+def test_a_captured_call_precedes_a_span_of_a_framework_without_contents() -> None:
+    bare = turn("user", {"type": "text"}), turn("assistant", {"type": "text"})
+    names = ("gen_ai.response.id", "gen_ai.tool.definitions")
+    framework = {name: CAPTURED[name] for name in names} | {
+        "gen_ai.input.messages": json.dumps(bare[:1]),
+        "gen_ai.output.messages": json.dumps(bare[1:]),
+    }
+    captured = {name: CAPTURED[name] for name in CAPTURED if name != names[1]} | {DIALECT: "chat"}
+    for attributes in itertools.permutations([framework, captured]):
+        (item,) = TraceToMessages().adapt([span(one) for one in attributes])
+        assert item["messages"] == [*CONVERSATION, ANSWER]
 
 
 @pytest.mark.parametrize(
