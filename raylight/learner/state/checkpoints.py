@@ -30,7 +30,7 @@ CONTENT = "content"
 """Key in the marker for the name of the content folder."""
 OLD_SUFFIX = ".pt"
 """Suffix of the content of states that earlier versions of raylight wrote."""
-STATE_NAME = re.compile(r"step-(\d+)$")
+STATE_NAME = re.compile(r"(?:^|/)step-(\d+)$")
 
 
 class TrainingStates:
@@ -211,12 +211,6 @@ class BackgroundWriter:
         pending.result()
 
 
-def parse_step(url: str) -> int | None:
-    """Return the step in the name of a state's URL; None if the URL does not name a state."""
-    match = STATE_NAME.search(url.rstrip("/"))
-    return int(match.group(1)) if match else None
-
-
 def locate_state(source: str) -> tuple[str, int | None]:
     """Return the URL of the training states and the step that `source` names.
 
@@ -224,10 +218,10 @@ def locate_state(source: str) -> tuple[str, int | None]:
         source: path or URL of a state, of the folder of states, or of a run directory. The step is None
             unless it names a state.
     """
-    step = parse_step(source)
-    if "://" in source:
-        return (source.rstrip("/").rpartition("/")[0], step) if step is not None else (source, None)
-    path = Path(source).expanduser().absolute()
-    if step is not None:
-        return str(path.parent), step
-    return str(path / "state" if (path / "state").is_dir() else path), None
+    is_url, path = "://" in source, Path(source).expanduser().absolute()
+    if not is_url and (path / "state").is_dir():  # a run directory, whatever its name
+        return str(path / "state"), None
+    url = source.rstrip("/") if is_url else str(path)
+    if (match := STATE_NAME.search(url)) is None:
+        return (source if is_url else url), None
+    return url.rpartition("/")[0], int(match[1])

@@ -12,7 +12,7 @@ import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 
 from raylight.errors import CheckpointError, ConfigError, DiskError
-from raylight.learner.state.checkpoints import BackgroundWriter, TrainingStates
+from raylight.learner.state.checkpoints import BackgroundWriter, TrainingStates, locate_state
 
 
 @pytest.fixture(params=["folder", "file", "memory"])
@@ -211,3 +211,14 @@ def test_waiting_for_a_write_raises_its_error():
 def test_an_unknown_url_raises():
     with pytest.raises(ConfigError, match="nosuch://"):
         TrainingStates("nosuch://bucket")
+
+
+def test_a_path_names_a_state_its_folder_or_a_run_whatever_its_name(tmp_path: Path):
+    for name in ("run", "two-step-2", "step-3"):
+        run = tmp_path / name
+        (run / "state" / "step-8").mkdir(parents=True)
+        assert locate_state(str(run)) == locate_state(f"{run}/") == (str(run / "state"), None)
+        assert locate_state(f"{run}/state") == (f"{run}/state", None)
+        assert locate_state(f"{run}/state/step-8/") == (f"{run}/state", 8)
+    assert locate_state("s3://bucket/two-step-2") == ("s3://bucket/two-step-2", None)
+    assert locate_state("s3://bucket/run/step-2/") == ("s3://bucket/run", 2)
