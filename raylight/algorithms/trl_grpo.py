@@ -6,12 +6,13 @@ import asyncio
 import importlib.util
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from raylight._utils.files import atomic_files
 from raylight.algorithms.base import Algorithm
+from raylight.algorithms.baseline import as_list
 from raylight.errors import ConfigError, DatasetError, RewardError
 from raylight.experience.settings.advantages import GRPOAdvantage
 from raylight.experience.settings.losses import VanillaLoss
@@ -71,7 +72,7 @@ class TrlGRPO(Algorithm):
             ConfigError: TRL is not installed.
             RewardError: `reward_of` returned something other than a finite number.
         """
-        tasks, val_tasks = _as_list(train_dataset), _as_list(val_dataset)
+        tasks, val_tasks = as_list(train_dataset, "train_dataset"), as_list(val_dataset, "val_dataset")
         if not tasks:
             raise DatasetError("train_dataset is missing; pass a list of tasks")
         if importlib.util.find_spec("trl") is None:
@@ -270,9 +271,3 @@ def save_adapter(model: Any, folder: Path) -> None:
     """Write the adapter of a model in peft's format, each file atomically."""
     with atomic_files(folder) as partial:
         model.save_pretrained(partial)
-
-
-def _as_list(dataset: Any) -> list[object]:
-    if dataset is None:
-        return []
-    return list(dataset) if isinstance(dataset, Iterable) else [dataset[i] for i in range(len(dataset))]

@@ -102,8 +102,7 @@ class CurriculumSampler(SetSampler):
 
     def draw(self, number: int) -> Draw:
         if number not in self._open:
-            chosen = self._choose(random.Random(f"{self._seed}-draw-{number}").random())
-            self._take(number, next(iter(self._pools[chosen])))
+            self._take(number, next(iter(self._pools[self._choose(number)])))
         index = self._open[number]
         return Draw(self._tasks[index], None, {"task": index})
 
@@ -139,18 +138,12 @@ class CurriculumSampler(SetSampler):
     def metrics(self) -> dict[str, float]:
         return {pool: float(len(tasks)) for pool, tasks in self._pools.items()}
 
-    def _choose(self, point: float) -> Pool:
-        """Return the pool at a point from 0 to 1 of the weights of all pools that have tasks."""
+    def _choose(self, number: int) -> Pool:
+        """Return the pool of a draw: one that has tasks, by weight."""
         filled = [pool for pool in POOLS if self._pools[pool]]
-        weights = {pool: self._weights[pool] for pool in filled}
-        if not any(weights.values()):
-            weights = dict.fromkeys(filled, 1.0)
-        point *= sum(weights.values())
-        for pool, weight in weights.items():
-            if point < weight:
-                return pool
-            point -= weight
-        return max(weights, key=lambda pool: weights[pool])  # rounding
+        weights = [self._weights[pool] for pool in filled]
+        draw = random.Random(f"{self._seed}-draw-{number}")
+        return draw.choices(filled, weights if any(weights) else None)[0]
 
     def _take(self, number: int, index: int) -> None:
         """Note a draw, and move its task to the end of its pool."""

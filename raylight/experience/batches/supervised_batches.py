@@ -173,13 +173,9 @@ class BatchSchedule:
         self._tokens, self._size, self._limit, self._seed = tokens, batch_size, batch_tokens, seed
         self._first_steps = [0]
         """Number of steps before each epoch."""
-        if n_steps is None:
-            for epoch in range(n_epochs):
-                self._first_steps.append(self._first_steps[-1] + len(self._batches(epoch)))
-        else:
-            while self._first_steps[-1] < n_steps:
-                epoch = len(self._first_steps) - 1
-                self._first_steps.append(self._first_steps[-1] + len(self._batches(epoch)))
+        while len(self._first_steps) <= n_epochs if n_steps is None else self._first_steps[-1] < n_steps:
+            epoch = len(self._first_steps) - 1
+            self._first_steps.append(self._first_steps[-1] + len(self._batches(epoch)))
         self.steps = self._first_steps[-1] if n_steps is None else n_steps
         self._epoch, self._current = -1, list[list[int]]()
 
