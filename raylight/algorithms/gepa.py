@@ -13,16 +13,16 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from pydantic import Field
 
-from raylight._utils.bounds import MAX_COUNT, MAX_SAMPLES, MAX_SECONDS, Seed
+from raylight._utils.bounds import MAX_COUNT, MAX_SAMPLES
 from raylight._utils.files import write_atomic
 from raylight.agent.prompts import PromptTemplate
 from raylight.algorithms.apo.critic import ask_model, client_on_current_loop
 from raylight.algorithms.apo.edits import RejectedEdit, check_rewrite
 from raylight.algorithms.apo.evaluator import PromptEvaluator
+from raylight.algorithms.apo.prompt_search import BEST_FILE, PromptSearch, fingerprint
 from raylight.algorithms.apo.prompts import placeholder_rules
+from raylight.algorithms.apo.settings import SearchSettings
 from raylight.algorithms.apo.trials import lowest_reward, trial_record
-from raylight.algorithms.prompt_search import BEST_FILE, PromptSearch, fingerprint
-from raylight.base_config import Config
 from raylight.errors import CheckpointError, ConfigError, CriticError, RolloutsFailedError
 from raylight.traces.reward_spans import MAX_REWARD
 from raylight.types import JsonObject, RolloutMode
@@ -38,7 +38,7 @@ SEARCH_FILE, PACKAGE_STATE = "search.json", "gepa_state.bin"
 """Files in STATE_FOLDER: what identifies the search, and the state of the package after a round."""
 
 
-class GepaSettings(Config):
+class GepaSettings(SearchSettings):
     """Settings of the search; `GEPA` documents each."""
 
     reflection_model: str = Field(default="gpt-5-mini", min_length=1)
@@ -46,10 +46,7 @@ class GepaSettings(Config):
     max_rollouts: int = Field(default=200, ge=1, le=MAX_COUNT)
     minibatch_size: int = Field(default=3, ge=1, le=MAX_SAMPLES)
     perfect_score: float = Field(default=1.0, ge=-MAX_REWARD, le=MAX_REWARD)
-    failure_reward: float | None = Field(default=None, ge=-MAX_REWARD, le=MAX_REWARD)
     use_merge: bool = False
-    rollout_batch_timeout: float = Field(default=3600.0, gt=0, le=MAX_SECONDS)
-    seed: Seed = 0
 
 
 class GEPA(PromptSearch[GepaSettings]):
@@ -156,16 +153,7 @@ class GEPA(PromptSearch[GepaSettings]):
         folder = None if context is None else context.folder
         state = _prepare_state(folder, None if context is None else context.resume_file, identity)
         goes_on = state is not None and (state / PACKAGE_STATE).exists()
-        evaluator = PromptEvaluator(
-            self.get_store(),
-            self.get_initial_resources() or {},
-            name,
-            {"train": train, "val": val},
-            self.settings.rollout_batch_timeout,
-            self.get_adapter(),
-            report_failures=(lambda finished: None) if context is None else context.report_failures,
-            agent_works=goes_on,
-        )
+        evaluator = self.evaluator(name, train, val, agent_works=goes_on)
         async with client_on_current_loop(self.client) as client:
             settings = self.settings
             adapter = RolloutAdapter(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Generic, TypeVar
 
@@ -14,12 +13,10 @@ from rich.text import Text
 from raylight.agent.prompts import PromptTemplate
 from raylight.algorithms.apo.beam import BeamSearch
 from raylight.algorithms.apo.critic import PromptCritic, client_on_current_loop
-from raylight.algorithms.apo.evaluator import PromptEvaluator
 from raylight.algorithms.apo.history import History
+from raylight.algorithms.apo.prompt_search import BEST_FILE, PromptSearch, fingerprint
 from raylight.algorithms.apo.settings import ApoSettings
-from raylight.algorithms.prompt_search import BEST_FILE, PromptSearch, fingerprint
 from raylight.errors import ConfigError
-from raylight.types import RolloutMode
 
 if TYPE_CHECKING:
     from openai import AsyncOpenAI
@@ -148,17 +145,7 @@ class APO(PromptSearch[ApoSettings], Generic[Task]):
         )
         self.history = history
         console = self.console()
-        datasets: dict[RolloutMode, Sequence[object]] = {"train": train, "val": val}
-        evaluator = PromptEvaluator(
-            self.get_store(),
-            self.get_initial_resources() or {},
-            name,
-            datasets,
-            self.settings.rollout_batch_timeout,
-            self.get_adapter(),
-            report_failures=(lambda finished: None) if context is None else context.report_failures,
-            agent_works=history.has_scores,
-        )
+        evaluator = self.evaluator(name, train, val, agent_works=history.has_scores)
         async with client_on_current_loop(self.client) as client:
             critic = PromptCritic(client, self.settings)
             search = BeamSearch(

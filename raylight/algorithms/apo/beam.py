@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Protocol
 
 from raylight._utils.aio import task_group
@@ -34,19 +34,10 @@ class EvaluateFunction(Protocol):
         ...
 
 
-class CritiqueFunction(Protocol):
-    """Function that criticises a prompt by its rollouts; `variant` selects one of several ways to ask."""
-
-    async def __call__(self, template: PromptTemplate, trials: Sequence[Trial], variant: int) -> str: ...
-
-
-class EditFunction(Protocol):
-    """Function that returns a model's answer with a rewritten prompt; `variant` selects one of several ways
-    to ask."""
-
-    async def __call__(self, template: PromptTemplate, critique: str, variant: int) -> str: ...
-
-
+CritiqueFunction = Callable[[PromptTemplate, Sequence[Trial], int], Awaitable[str]]
+"""Function that criticises a prompt by its rollouts; the number selects one of several ways to ask."""
+EditFunction = Callable[[PromptTemplate, str, int], Awaitable[str]]
+"""Function that returns a model's answer with a rewritten prompt, by a critique; the number is as before."""
 BranchResult = tuple[PromptTemplate, str] | RejectedEdit
 """Rewritten prompt with the critique that led to it, or the reason for its absence."""
 

@@ -9,7 +9,15 @@ from raylight.base_config import Config
 from raylight.traces.reward_spans import MAX_REWARD
 
 
-class ApoSettings(Config):
+class SearchSettings(Config):
+    """Settings that all searches for a prompt have."""
+
+    rollout_batch_timeout: float = Field(default=3600.0, gt=0, le=MAX_SECONDS)
+    failure_reward: float | None = Field(default=None, ge=-MAX_REWARD, le=MAX_REWARD)
+    seed: Seed = 0
+
+
+class ApoSettings(SearchSettings):
     """Settings of the search; `APO` documents each."""
 
     gradient_model: str = Field(default="gpt-5-mini", min_length=1)
@@ -20,8 +28,5 @@ class ApoSettings(Config):
     beam_width: int = Field(default=4, ge=1, le=MAX_SAMPLES)
     branch_factor: int = Field(default=4, ge=1, le=MAX_SAMPLES)
     beam_rounds: int = Field(default=3, ge=0, le=MAX_SAMPLES)
-    rollout_batch_timeout: float = Field(default=3600.0, gt=0, le=MAX_SECONDS)
     run_initial_validation: bool = True
-    failure_reward: float | None = Field(default=None, ge=-MAX_REWARD, le=MAX_REWARD)
     max_concurrent: int = Field(default=8, ge=1, le=MAX_CONCURRENT)
-    seed: Seed = 0

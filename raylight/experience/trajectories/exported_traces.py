@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from raylight.experience.trajectories.row_rules import DEFAULT_RULES, RowRules, learned_branches, learned_rows
@@ -60,19 +60,9 @@ def main_conversation(finished: FinishedRollout, rules: RowRules) -> Conversatio
     return found[select_rows([item.row for item in found], "longest")[0]] if found else None
 
 
-def sft_records(finished: FinishedRollout, rules: RowRules = DEFAULT_RULES) -> Iterator[Record]:
-    """Yield a record `{"messages", "tools"}` for each conversation of a rollout."""
-    yield from (found.to_json() for found in conversations(finished, rules))
-
-
-def message_records(finished: FinishedRollout, rules: RowRules = DEFAULT_RULES) -> Iterator[Record]:
-    """Yield a record for each conversation of a rollout, with the rollout's facts."""
-    yield from (_facts(finished) | found.to_json() for found in conversations(finished, rules))
-
-
-def token_records(finished: FinishedRollout, rules: RowRules = DEFAULT_RULES) -> Iterator[Record]:
-    """Yield one record of a rollout: its facts, its calls with messages, and its token rows."""
-    yield _facts(finished) | {
+def token_record(finished: FinishedRollout, rules: RowRules) -> Record:
+    """Return a rollout's facts, its calls with messages, and its token rows."""
+    return _facts(finished) | {
         "task": finished.rollout.input,
         "rewards": finished.rewards,
         "conversations": [found.to_json() for found in conversations(finished, rules)],
@@ -146,3 +136,11 @@ def _facts(finished: FinishedRollout) -> Record:
         "mode": rollout.mode,
         "reward": finished.reward,
     }
+
+
+FORMATS: dict[str, Callable[[FinishedRollout, RowRules], list[Record]]] = {
+    "sft": lambda item, rules: [found.to_json() for found in conversations(item, rules)],
+    "messages": lambda item, rules: [_facts(item) | found.to_json() for found in conversations(item, rules)],
+    "jsonl": lambda item, rules: [token_record(item, rules)],
+}
+"""Function from a rollout to its records, by the name of the format."""

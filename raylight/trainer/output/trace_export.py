@@ -4,19 +4,13 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
 from raylight.errors import DatasetError
-from raylight.experience.trajectories.exported_traces import (
-    Record,
-    dpo_record,
-    message_records,
-    sft_records,
-    token_records,
-)
+from raylight.experience.trajectories.exported_traces import FORMATS, Record, dpo_record
 from raylight.experience.trajectories.rollout_selection import RolloutSelection
 from raylight.experience.trajectories.row_rules import RowRules, learned_rows
 from raylight.images.image import media_type_of, to_data_url
@@ -24,13 +18,7 @@ from raylight.images.messages import inline_images, recorded_images
 from raylight.store.service import image_folder
 from raylight.trainer.output.run_records import read_config
 from raylight.trainer.output.stored_rollouts import StoredRollouts
-from raylight.types import FinishedRollout
 
-FORMATS: dict[str, Callable[[FinishedRollout, RowRules], Iterable[Record]]] = {
-    "sft": sft_records,
-    "messages": message_records,
-    "jsonl": token_records,
-}
 ROW_FORMATS = ("sft", "messages")
 """Formats of which each record has a row of a rollout."""
 PAIRED = "dpo"
@@ -102,7 +90,7 @@ def _records(
     if kind in ROW_FORMATS and selection.takes_all:
         counts.below_best, counts.best_reward = selection.below_best(stored.lines())
     for finished in stored.read(chosen_ids):
-        records = list(FORMATS[kind](finished, rules))
+        records = FORMATS[kind](finished, rules)
         if records and kind in ROW_FORMATS:
             counts.rows_left_out += len(learned_rows(finished, rules)) - len(records)
         yield records

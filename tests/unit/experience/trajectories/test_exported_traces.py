@@ -9,11 +9,12 @@ from unit_helpers import make_finished, make_generation, make_key
 from raylight import semconv
 from raylight.experience.batches.demonstrations import Demonstration
 from raylight.experience.trajectories.exported_traces import (
+    FORMATS,
     conversations,
     dpo_record,
-    sft_records,
-    token_records,
+    token_record,
 )
+from raylight.experience.trajectories.row_rules import DEFAULT_RULES
 from raylight.types import FinishedRollout, Span
 
 SHOT = [{"role": "user", "content": "1+1="}, {"role": "assistant", "content": "2"}]
@@ -58,10 +59,10 @@ def test_a_tool_call_and_its_answer_are_one_conversation_with_its_tools():
     asked = [QUESTION]
     again = [QUESTION, CALL, RESULT]
     finished = rollout(([1], [2], asked, CALL), ([1, 2, 3], [4], again, answer("4")), tools=TOOLS)
-    (record,) = sft_records(finished)
+    (record,) = FORMATS["sft"](finished, DEFAULT_RULES)
     assert record == {"messages": [*again, answer("4")], "tools": TOOLS}
     assert Demonstration.parse(record, "it").tools == TOOLS
-    (tokens,) = token_records(finished)
+    tokens = token_record(finished, DEFAULT_RULES)
     assert tokens["rows"][0]["token_ids"] == [1, 2, 3, 4]
     assert tokens["rows"][0]["mask"] == [0, 1, 0, 1]
 
@@ -74,7 +75,7 @@ def test_an_answer_in_the_prompt_has_weight_0():
 
 def test_a_changed_history_makes_several_conversations():
     finished = rollout(([1], [2], [QUESTION], answer("4")), ([7], [8], [SHOT[0]], answer("2")))
-    assert [record["messages"] for record in sft_records(finished)] == [
+    assert [record["messages"] for record in FORMATS["sft"](finished, DEFAULT_RULES)] == [
         [QUESTION, answer("4")],
         [SHOT[0], answer("2")],
     ]
@@ -82,8 +83,8 @@ def test_a_changed_history_makes_several_conversations():
 
 def test_plain_completions_have_no_messages_but_tokens():
     finished = rollout(([1], [2], ["2+2="], answer("4")), dialect="completions")
-    assert list(sft_records(finished)) == []
-    assert next(iter(token_records(finished)))["rows"][0]["token_ids"] == [1, 2]
+    assert FORMATS["sft"](finished, DEFAULT_RULES) == []
+    assert token_record(finished, DEFAULT_RULES)["rows"][0]["token_ids"] == [1, 2]
 
 
 def test_a_pair_has_the_prompt_that_both_share():

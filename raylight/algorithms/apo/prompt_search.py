@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING, ClassVar, Generic, TypeVar
 from rich.console import Console
 
 from raylight.agent.prompts import PromptTemplate
+from raylight.algorithms.apo.evaluator import PromptEvaluator
+from raylight.algorithms.apo.settings import SearchSettings
 from raylight.algorithms.base import Algorithm
 from raylight.algorithms.baseline import as_list
-from raylight.base_config import Config
 from raylight.errors import ConfigError, DatasetError, PromptError
 from raylight.traces.messages import TraceToMessages
 from raylight.types import JsonObject
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
     from openai import AsyncOpenAI
 
 BEST_FILE = "best_prompt.txt"
-S = TypeVar("S", bound=Config)
+S = TypeVar("S", bound=SearchSettings)
 
 
 class PromptSearch(Algorithm, Generic[S]):
@@ -102,6 +103,22 @@ class PromptSearch(Algorithm, Generic[S]):
         except PromptError as error:
             raise PromptError(f"resource {name!r}: {error}") from None
         return train, val, name, seed
+
+    def evaluator(
+        self, name: str, train: list[object], val: list[object], agent_works: bool
+    ) -> PromptEvaluator:
+        """Return the evaluator of prompts; its arguments are as there and in `read_inputs`."""
+        context = self._run_context
+        return PromptEvaluator(
+            self.get_store(),
+            self.get_initial_resources() or {},
+            name,
+            {"train": train, "val": val},
+            self.settings.rollout_batch_timeout,
+            self.get_adapter(),
+            report_failures=(lambda finished: None) if context is None else context.report_failures,
+            agent_works=agent_works,
+        )
 
     def console(self) -> Console:
         """Return the console for results, which is quiet if the Trainer shows no progress."""
