@@ -12,6 +12,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
+from raylight._utils.aio import pause
 from raylight.agent.decorators import rollout
 from raylight.agent.litagent import LitAgent
 from raylight.agent.resources import LLM
@@ -26,6 +27,8 @@ MAX_MESSAGE = 100 * 1024 * 1024
 """Bytes of the longest message, as in OpenEnv's own client."""
 CLOSE_S = 2.0
 """Time in which the server must answer the end of a connection."""
+PING_S = 20.0
+"""Time between two pings, for proxies that close quiet connections."""
 SPOKEN = "raylight speaks the WebSocket protocol of openenv 0.10"
 TOOL_ACTIONS = ("tool_name", "list_tools")
 """Words in the schema of actions of environments whose actions are calls of MCP tools."""
@@ -299,6 +302,13 @@ class OpenEnvSession:
         with contextlib.suppress(ConnectionError, RuntimeError):  # the connection is closed
             await self._socket.send_str(json.dumps({"type": "close"}))
 
+    async def send_pings(self) -> None:
+        """Send a ping from time to time. A server that executes a long step need not answer it."""
+        with contextlib.suppress(ConnectionError, RuntimeError):  # the connection is closed
+            while True:
+                await pause(PING_S)
+                await self._socket.ping()
+
     async def _ask(self, kind: str, data: JsonObject | None) -> JsonObject:
         try:
             message = json.dumps({"type": kind} if data is None else {"type": kind, "data": data})
@@ -409,13 +419,15 @@ async def open_session(
     async with aiohttp.ClientSession(headers=headers) as http:
         async with failures(url, timeout_s):
             closing = aiohttp.ClientWSTimeout(ws_close=CLOSE_S)
-            socket = await http.ws_connect(
-                f"{url}/ws", max_msg_size=MAX_MESSAGE, heartbeat=20.0, timeout=closing
-            )
+            socket = await http.ws_connect(f"{url}/ws", max_msg_size=MAX_MESSAGE, timeout=closing)
         async with socket:
             session = OpenEnvSession(url, http, socket, timeout_s)
-            yield session
-            await session.close()
+            pings = asyncio.create_task(session.send_pings())
+            try:
+                yield session
+                await session.close()
+            finally:
+                pings.cancel()
 
 
 def is_tool_schema(schema: JsonObject) -> bool:

@@ -10,6 +10,7 @@ import pytest
 from aiohttp import web
 
 import raylight as rl
+from raylight.environments import openenv
 from raylight.environments.openenv import action_parser, is_tool_schema, observation_text
 from raylight.environments.tool_loop import CONTEXT_LENGTH, MAX_RESULT
 from raylight.errors import (
@@ -30,6 +31,8 @@ TOOL_SCHEMA = {
 }
 TOO_LONG = {"message": "too long", "type": "invalid_request_error", "code": CONTEXT_LENGTH}
 """Error of a conversation that is longer than the model's context."""
+PINGED = "after a ping"
+"""Answer that the model gives after a ping."""
 Handle = Callable[[dict[str, Any]], Any]
 """Answer of the server to a message: a dict, a text or bytes as they are, "silence", or None for its end."""
 
@@ -50,20 +53,24 @@ class Server:
         messages: messages of all episodes, in order.
         requests: bodies of model calls.
         over: set when the connection of an episode has ended.
+        pinged: set by a ping, which is not answered.
     """
 
     def __init__(self, handle: Handle, answers: list[Any], schema: Any) -> None:
         self.messages: list[dict[str, Any]] = []
         self.requests: list[dict[str, Any]] = []
-        self.over = asyncio.Event()
+        self.over, self.pinged = asyncio.Event(), asyncio.Event()
         self._handle = handle
         self._answers = answers
         self._schema = schema
 
     async def episode(self, request: web.Request) -> web.WebSocketResponse:
-        socket = web.WebSocketResponse()
+        socket = web.WebSocketResponse(autoping=False)
         await socket.prepare(request)
         async for frame in socket:
+            if frame.type == web.WSMsgType.PING:
+                self.pinged.set()
+                continue
             message = json.loads(frame.data)
             self.messages.append(message)
             answer = None if message["type"] == "close" else self._handle(message)
@@ -85,6 +92,8 @@ class Server:
     async def chat(self, request: web.Request) -> web.Response:
         self.requests.append(await request.json())
         answer = self._answers[len(self.requests) - 1]
+        if answer == PINGED:
+            await self.pinged.wait()
         if answer == TOO_LONG:
             return web.json_response({"error": TOO_LONG}, status=400)
         message = {"role": "assistant", "content": answer} if isinstance(answer, str) else answer
@@ -276,6 +285,13 @@ async def test_a_server_that_breaks_is_a_typed_error(
         assert type(caught.value) is expected
         retried = expected is EnvironmentUnavailableError
         assert classify(caught.value) == ("infrastructure" if retried else "agent")
+
+
+async def test_a_server_need_not_answer_pings(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(openenv, "PING_S", 0.01)  # an answer was due within half of this time
+    async with serving(guessing, "one", PINGED) as (server, url):
+        await play(url)
+    assert [message["type"] for message in server.messages] == ["reset", "step", "step", "close"]
 
 
 async def test_a_server_that_is_not_there_is_unavailable() -> None:
