@@ -22,7 +22,7 @@ import threading
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
-from urllib.parse import parse_qs, urlencode
+from urllib.parse import parse_qs, quote, unquote, urlencode
 
 import uvicorn
 from starlette.applications import Starlette
@@ -107,7 +107,7 @@ class AccessGuard:
             return self._exchange_key(scope, query)
         scheme, _, token = headers.get("authorization", "").partition(" ")
         cookie = cookie_parser(headers.get("cookie", "")).get(_cookie_name(scope), "")
-        if self._is_key(token.strip() if scheme.lower() == "bearer" else cookie):
+        if self._is_key(token.strip() if scheme.lower() == "bearer" else unquote(cookie)):
             return None
         return _refusal("a key is needed; open the address with `?key=` that `raylight ui` has printed")
 
@@ -118,7 +118,7 @@ class AccessGuard:
         rest = urlencode(query, doseq=True)
         local = "/" + scope["path"].lstrip("/\\")  # `//name` would be another host
         response = RedirectResponse(f"{local}?{rest}" if rest else local, 303)
-        response.set_cookie(_cookie_name(scope), self._key or "", httponly=True, samesite="strict")
+        response.set_cookie(_cookie_name(scope), quote(self._key or ""), httponly=True, samesite="strict")
         return response
 
     def _is_key(self, given: str) -> bool:
@@ -577,7 +577,7 @@ def _prepare(
     )
     shown = socket.gethostname() if host in ("0.0.0.0", "::", "") else host
     address = f"http://{f'[{shown}]' if ':' in shown else shown}:{listener.getsockname()[1]}/"
-    return uvicorn.Server(config), listener, f"{address}?key={key}" if key else address
+    return uvicorn.Server(config), listener, f"{address}?{urlencode({'key': key})}" if key else address
 
 
 def _listen(host: str, port: int | None) -> socket.socket:

@@ -1,5 +1,7 @@
 """Admission of clients, and the policy that every answer has."""
 
+from pathlib import Path
+
 import httpx2 as httpx
 import pytest
 from starlette.applications import Starlette
@@ -7,7 +9,7 @@ from starlette.requests import Request
 from starlette.responses import PlainTextResponse
 from starlette.routing import Route
 
-from raylight.ui.app import COOKIE, POLICY, AccessGuard
+from raylight.ui.app import COOKIE, POLICY, AccessGuard, _prepare
 
 KEY = "a-key"
 
@@ -62,6 +64,15 @@ async def test_cookies_of_others_do_not_hide_the_key(other: str) -> None:
     async with client(KEY, "http://node-1:7860") as http:
         cookies = f"{other}; {COOKIE}7861=another; {COOKIE}7860={KEY}"
         assert (await http.get("/api/runs", headers={"cookie": cookies})).status_code == 200
+
+
+@pytest.mark.parametrize("key", ["a b&c+d#e%41", "schl\u00fcssel", "\u043a\u043b\u044e\u0447", 'a;b"c\\d'])
+async def test_the_printed_address_admits_with_any_key(key: str, tmp_path: Path) -> None:
+    _, listener, address = _prepare([tmp_path], "127.0.0.1", None, key)
+    listener.close()
+    async with client(key) as http:
+        assert (await http.get(f"/?{address.partition('?')[2]}")).status_code == 303
+        assert (await http.get("/")).status_code == 200
 
 
 async def test_no_key_is_not_an_empty_one() -> None:
