@@ -297,6 +297,11 @@ def evaluate(
     from raylight.trainer.spec.run_file import read_data
 
     if not sources:
+        if compare or model is not None or data is not None:
+            raise ConfigError(
+                "eval needs a benchmark or an agent, and --compare the directories of evaluations; `raylight "
+                "eval` alone lists the benchmarks"
+            )
         print_catalogue()
         return
     if compare:

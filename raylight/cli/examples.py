@@ -9,6 +9,7 @@ from typing import Annotated
 
 import typer
 
+from raylight._utils.machine import check_writable
 from raylight.errors import ConfigError
 
 _PACKAGE = Path(__file__).parents[1]
@@ -41,7 +42,8 @@ def copy_example(name: str, target: Path) -> Path:
     """Copy an example folder, with the folders that it imports in its subfolder `examples`; return the copy.
 
     Raises:
-        ConfigError: the name is unknown, the example runs in a checkout only, or the target is in use.
+        ConfigError: the name is unknown, the example runs in a checkout only, or the target is in use or
+            cannot be written.
     """
     folders = example_folders()
     if name not in folders:
@@ -54,6 +56,7 @@ def copy_example(name: str, target: Path) -> Path:
         )
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise ConfigError(f"{target} is in use; name a new folder: raylight examples {name} FOLDER")
+    check_writable(target, "the folder")
     left_out = shutil.ignore_patterns("__init__.py", *_OUTPUTS)
     shutil.copytree(folders[name], target, ignore=left_out, dirs_exist_ok=True)
     for other in imported:

@@ -159,7 +159,7 @@ def export_traces_command(
     ] = False,
     split: Annotated[Split, typer.Option(help="Mode of the rollouts.")] = Split.train,
     output: Annotated[
-        Path | None, typer.Option(help="File to write; by default the lines are printed.")
+        Path | None, typer.Option(dir_okay=False, help="File to write; by default the lines are printed.")
     ] = None,
 ) -> None:
     """Write the rollouts of a run as training data, one JSON object per line. The run may still be in
@@ -168,11 +168,15 @@ def export_traces_command(
     rl.SFT and rl.DPO, TRL and OpenAI's fine-tuning read the files; rl.SFT and rl.DPO also read RUN itself.
     """
     from raylight._utils.files import atomic_file
+    from raylight._utils.machine import check_writable
     from raylight.experience.trajectories.rollout_selection import RolloutSelection
     from raylight.trainer.output.trace_export import PAIRED, export_traces
 
     if format == PAIRED and best_of_group:
         raise ConfigError("nothing reads --best-of-group: a pair has the best rollout of a group already")
+    if output is not None:
+        check_writable(output.parent, "the folder")
+        output.parent.mkdir(parents=True, exist_ok=True)
     selection = RolloutSelection(split.value, min_reward, best_of_group)
     with contextlib.ExitStack() as stack:
         file = sys.stdout.buffer if output is None else stack.enter_context(atomic_file(output))

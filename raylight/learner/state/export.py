@@ -8,6 +8,7 @@ from pathlib import Path
 import torch.distributed as dist
 
 from raylight._utils.disk import disk_errors
+from raylight._utils.machine import check_writable
 from raylight.config import LearnerConfig, LoraConfig
 from raylight.errors import CheckpointError, ConfigError
 from raylight.experience.settings.policy_settings import PolicySettings
@@ -30,11 +31,12 @@ def export_state(source: str, output: Path, model: str | None = None) -> None:
         model: folder of the model that training started from; None for its path at that time.
 
     Raises:
-        ConfigError: `output` exists already, or the model does not exist.
+        ConfigError: `output` exists already or cannot be written, or the model does not exist.
         CheckpointError: the state does not exist, or belongs to another model.
     """
     if output.exists():
         raise ConfigError(f"the output folder {output} exists already; name a new folder")
+    check_writable(output, "the output folder")
     states, step = _open_states(source)
     config = states.metadata(step)["config"]
     lora, models = config["learner"]["lora"], config["algorithm"].get("models") or {"": None}

@@ -111,6 +111,24 @@ def test_scale_needs_a_number() -> None:
     assert "give --runners N, --replicas N, or both" in str(result.exception)
 
 
+@pytest.mark.parametrize("arguments", [["--compare"], ["--model", "m"], ["--data", "tasks.jsonl"]])
+def test_an_evaluation_of_nothing_is_an_error(arguments: list[str]) -> None:
+    result = CliRunner().invoke(cli.app, ["eval", *arguments])
+    assert isinstance(result.exception, ConfigError)
+    assert "eval needs a benchmark or an agent" in str(result.exception)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [["examples", "real_model"], ["export", "run"], ["export-traces", "run", "--output"]],
+)
+def test_a_folder_that_cannot_be_written_is_an_error(tmp_path: Path, arguments: list[str]) -> None:
+    (tmp_path / "file").write_text("")
+    result = CliRunner().invoke(cli.app, [*arguments, str(tmp_path / "file" / "folder" / "out")])
+    assert isinstance(result.exception, ConfigError)
+    assert "cannot be written: Not a directory" in str(result.exception)
+
+
 def test_a_pipe_shows_each_line_at_once(addresses: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """A server prints its address, and keeps running."""
     reading, writing = os.pipe()
