@@ -21,6 +21,7 @@ import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
+from raylight._utils.printable import encodable
 from raylight.errors import QueryError
 from raylight.store.overview import RolloutLine, RolloutOverview
 from raylight.types import JsonObject, StepGroups
@@ -310,7 +311,7 @@ class RolloutIndex:
         with self._transaction():
             for position, attempt, task, error in waiting:
                 content = self._overview.texts(attempt) if attempt else None
-                messages = "\n\n".join(content.messages) if content else ""
+                messages = encodable("\n\n".join(content.messages)) if content else ""
                 oldest = content.oldest_version if content else None
                 if len(messages) > MAX_TEXT:
                     messages = f"{messages[: MAX_TEXT // 2]}\n...\n{messages[-MAX_TEXT // 2 :]}"
@@ -407,9 +408,8 @@ def open_index(file: Path, store: Path) -> sqlite3.Connection:
 
 def index_row(line: RolloutLine) -> tuple[object, ...]:
     """Return the values of `_FIELDS`."""
-    task = (
-        line.task if isinstance(line.task, str) else json.dumps(line.task, default=repr, ensure_ascii=False)
-    )
+    asked = line.task
+    task = encodable(asked if isinstance(asked, str) else json.dumps(asked, default=repr, ensure_ascii=False))
     trained, evaluated = _TRAIN_ID.match(line.rollout_id), _VAL_ID.match(line.rollout_id)
     found = trained or evaluated
     seconds = None
@@ -434,5 +434,5 @@ def index_row(line: RolloutLine) -> tuple[object, ...]:
         line.failure.kind if line.failure else None,
         line.failure.error if line.failure else None,
         task[:MAX_TASK],
-        hashlib.blake2b(task.encode(errors="surrogatepass"), digest_size=8).hexdigest(),
+        hashlib.blake2b(task.encode(), digest_size=8).hexdigest(),
     )

@@ -1,5 +1,6 @@
 """The index follows a store: lines, texts, steps and ages; filters, order and search."""
 
+import json
 import sqlite3
 from pathlib import Path
 
@@ -8,7 +9,14 @@ from recorded_run import LINEAGE, Recorded, record_run
 from store_helpers import open_box, reward_of, span_of
 
 from raylight.errors import QueryError
-from raylight.semconv import ANNOTATION, GRADE_SPAN_ID, reward_attributes
+from raylight.semconv import (
+    ANNOTATION,
+    CALL_ID,
+    DIALECT,
+    GRADE_SPAN_ID,
+    INPUT_MESSAGES,
+    reward_attributes,
+)
 from raylight.store.overview import group_name
 from raylight.types import EnqueueRolloutRequest, StepGroups
 from raylight.ui import rollout_index
@@ -121,6 +129,22 @@ async def test_points_of_a_filter_are_sampled_evenly_wherever_its_rollouts_are(t
         assert (
             index.points({"mode": mode}, 5)[1]["id"] == matching[len(matching) // 5 - 1 :: len(matching) // 5]
         )
+    index.close()
+
+
+async def test_halves_of_characters_are_indexed(tmp_path: Path) -> None:
+    asked = json.dumps([{"role": "user", "content": "giraffe \ud83d"}])
+    async with open_box(tmp_path / "store.db") as box:
+        requests = [EnqueueRolloutRequest(input=task) for task in ("zebra \ud83d", {"animal": "\ud83d"})]
+        await box.store.enqueue_many_rollouts(requests)
+        rollout = await box.again()
+        attributes = {CALL_ID: "call-1", DIALECT: "chat", INPUT_MESSAGES: asked}
+        spans = [span_of(rollout, "openai.chat.completion", attributes=attributes)]
+        await box.store.finish_attempt(rollout, "succeeded", spans=spans)
+    index = RolloutIndex(tmp_path / "store.db", tmp_path)
+    complete(index)
+    assert [card["task"] for card in index.find({})[1]] == ["zebra ?", '{"animal": "?"}']
+    assert index.find({"q": "zebra giraffe"})[0] == 1
     index.close()
 
 
