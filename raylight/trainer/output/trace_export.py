@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
+from raylight._utils.printable import encodable
 from raylight.errors import DatasetError
 from raylight.experience.trajectories.exported_traces import FORMATS, Record, dpo_record
 from raylight.experience.trajectories.rollout_selection import RolloutSelection
@@ -67,7 +68,7 @@ def export_traces(run: str | Path, kind: str, selection: RolloutSelection, outpu
                 name: to_data_url(data, media_type_of(data) or "image/png") for name, data in files.items()
             }
             line = inline_images(record, urls) if urls else record
-            output.write(json.dumps(line, ensure_ascii=False).encode() + b"\n")
+            output.write(encodable(json.dumps(line, ensure_ascii=False)).encode() + b"\n")
             counts.written += 1
         counts.left_out += empty
     return counts

@@ -183,6 +183,15 @@ def test_trl_reads_exported_pairs(tmp_path):
         assert inputs["input_ids"][number, :length].tolist()[: len(row.tokens)] == row.tokens.tolist()
 
 
+@pytest.mark.parametrize("kind", ["sft", "messages", "jsonl"])
+async def test_halves_of_characters_are_written_as_question_marks(tmp_path, kind, monkeypatch):
+    monkeypatch.setattr("recorded_run.HOSTILE", "\ud83d")
+    run = await record_run(tmp_path / "run-1")
+    result = CliRunner().invoke(app, ["export-traces", str(run.folder), "--format", kind])
+    assert len(result.stdout.splitlines()) == 3, result.exception
+    assert '"content": "What is 0? ?"' in result.stdout or kind == "jsonl"
+
+
 async def test_rows_without_messages_are_counted(tmp_path):
     recorded = await record_run(tmp_path / "run")
     async with open_box(recorded.folder / "store.db", Clock(2_000.0)) as box:
