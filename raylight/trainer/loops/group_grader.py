@@ -93,11 +93,11 @@ class GroupGrader:
     async def _grade(self, group: list[FinishedRollout]) -> list[FinishedRollout]:
         ids = [item.rollout.rollout_id for item in group]
         stored = await self._store.collect(ids, with_spans=True, with_span_tokens=False)
-        with_spans = [item if _is_graded(item) else _without_grade(item) for item in stored]
+        ungraded = list(map(_without_grade, stored))  # a group may have some grades, and lost rollouts
         error: str | None = None
         with recording() as recorded, scoring_by(self._scorers):
             try:
-                rewards = await self._call(list(map(GroupRollout, with_spans)))
+                rewards = await self._call(list(map(GroupRollout, ungraded)))
             except (GroupRewardError, ServingLostError):
                 raise
             except Exception as failure:  # the user's code, or the judge
@@ -107,17 +107,17 @@ class GroupGrader:
             (item, given | {name: value for name, value in item.rewards.items() if name not in given})
             if given
             else (item, {})
-            for item, given in zip(with_spans, rewards, strict=True)
+            for item, given in zip(ungraded, rewards, strict=True)
         ]
-        first = with_spans[0].rollout.attempt
+        first = stored[0].rollout.attempt
         assert first is not None, "a rollout that succeeded has an attempt"
         spans = [_span(first, core, secrets.token_hex(8)) for core in recorded.spans]
         graded = {
             item.rollout.rollout_id: _grade_span(
                 item, given, error, recorded.turns.get(item.rollout.rollout_id, {}) if given else {}
             )
-            for item, given in grades
-            if not _is_graded(item)
+            for known, (item, given) in zip(stored, grades, strict=True)
+            if not _is_graded(known)
         }
         await self._store.grade([*spans, *graded.values()])
         return [
@@ -158,7 +158,7 @@ def _is_graded(item: FinishedRollout) -> bool:
 
 
 def _without_grade(item: FinishedRollout) -> FinishedRollout:
-    """Return a rollout with the agent's own rewards, from its spans, in place of a failed grade."""
+    """Return a rollout with the agent's own rewards, from its spans, in place of a grade."""
     if not item.graded:
         return item
     emitted = find_reward_spans(span for span in item.spans if span.span_id != GRADE_SPAN_ID)

@@ -78,6 +78,17 @@ async def test_a_group_is_graded_once_also_after_a_restart(tmp_path: Path) -> No
         assert [value for _, value in turn_reward_spans(item)] == [0.25]
 
 
+async def test_a_rollout_that_is_repeated_is_compared_with_the_agents_rewards_of_the_others() -> None:
+    """It was lost when the others were graded."""
+    async with open_box() as box:
+        ids = await finish_group(box, "g", [0.5, 0.9])
+        grader = GroupGrader(box.store, CountedReward(), print)
+        await grader.grade_all(await box.store.collect(ids))
+        ids += await finish_group(box, "g", [0.1])
+        graded = await grader.grade_all(await box.store.collect(ids))
+        assert [item.reward for item in graded] == [0.0, 1.0, 0.0]
+
+
 async def test_rewards_of_turns_are_stored_with_the_grade(tmp_path: Path) -> None:
     def score_turns(group: list[GroupRollout]) -> list[float | None]:
         for item in group:
