@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from raylight._utils.aio import task_group
 from raylight._utils.bounds import MAX_FACTOR
 from raylight.agent.resources import LLM
 from raylight.errors import ConfigError
@@ -72,7 +72,9 @@ class Rubric:
         self.identity = [None if judge is None else judge.model, compared, name]
 
     async def __call__(self, group: list[GroupRollout]) -> list[dict[str, float]]:
-        return list(await asyncio.gather(*map(self._score, group)))
+        async with task_group() as tasks:
+            scoring = [tasks.create_task(self._score(rollout)) for rollout in group]
+        return [task.result() for task in scoring]
 
     async def _score(self, rollout: GroupRollout) -> dict[str, float]:
         scores: dict[str, float] = {}

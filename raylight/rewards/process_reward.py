@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import asyncio
 import statistics
 from dataclasses import dataclass
 from functools import cached_property
 
+from raylight._utils.aio import task_group
 from raylight.errors import ConfigError, GroupRewardError
 from raylight.rewards.group import (
     GroupReward,
@@ -75,10 +75,11 @@ class ProcessReward:
         compared: list[list[GroupRollout]] = [
             [turn for turn in turns if turn.number == number] for number in numbers
         ]
-        found = await asyncio.gather(*(call_group_reward(self._reward, one) for one in compared))
+        async with task_group() as tasks:
+            calls = [tasks.create_task(call_group_reward(self._reward, one)) for one in compared]
         scores: dict[str, dict[str, float]] = {}
-        for scored, rewards in zip(compared, found, strict=True):
-            for turn, reward in zip(scored, rewards, strict=True):
+        for scored, call in zip(compared, calls, strict=True):
+            for turn, reward in zip(scored, call.result(), strict=True):
                 if reward and isinstance(turn, RolloutTurn):
                     of_rollout = scores.setdefault(turn.finished.rollout.rollout_id, {})
                     of_rollout[turn.call_id] = next(iter(reward.values()))

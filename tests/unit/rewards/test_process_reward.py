@@ -9,7 +9,8 @@ import pytest
 from unit_helpers import make_finished, make_generation, make_key
 
 import raylight as rl
-from raylight.errors import ConfigError, GroupRewardError
+from raylight.errors import ConfigError, GroupRewardError, JudgeError
+from raylight.rewards.criteria import Rubric
 from raylight.rewards.group import GroupRollout, call_group_reward, recording
 from raylight.semconv import CALL_ID, CHAT_SPAN, INPUT_MESSAGES, OUTPUT_MESSAGES
 from raylight.types import Span
@@ -74,6 +75,43 @@ def test_a_relative_reward_compares_the_turns_with_the_same_number() -> None:
     ]
     assert turns == [{0: 1.0, 1: 0.0}, {0: 0.0, 1: 1.0}]
     assert rewards == [{"primary": 4.0, "step": 0.5}] * 2
+
+
+class FailingJudge:
+    """A judge whose third answer cannot be read, and whose others do not come."""
+
+    model = "m"
+
+    def __init__(self) -> None:
+        self.asked = self.cancelled = 0
+
+    async def ask(self, *_: Any) -> dict[str, float]:
+        self.asked += 1
+        if self.asked == 3:
+            raise JudgeError("no answer could be read")
+        try:
+            await asyncio.Event().wait()
+        except asyncio.CancelledError:
+            self.cancelled += 1
+            raise
+        return {}
+
+    async def __call__(self, group: list[GroupRollout]) -> list[float]:
+        return [await self.ask() for _ in group]  # type: ignore[misc]
+
+
+@pytest.mark.parametrize("per_turn", [True, False])
+def test_a_group_that_is_not_scored_ends_the_other_requests_for_it(per_turn: bool) -> None:
+    judge = FailingJudge()
+    rubric = Rubric([rl.rewards.Criterion("right", "It is right.")], judge, "rubric")  # type: ignore[arg-type]
+    group = [chat(["good", "bad", "good"], 1.0)] * (1 if per_turn else 3)
+
+    async def score() -> None:
+        with pytest.raises(JudgeError):
+            await call_group_reward(rl.rewards.each_turn(judge) if per_turn else rubric, group)
+        assert (judge.asked, judge.cancelled) == (3, 2)
+
+    asyncio.run(asyncio.wait_for(score(), 60))
 
 
 def test_a_reward_model_of_turns_is_served() -> None:
