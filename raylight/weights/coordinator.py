@@ -548,7 +548,7 @@ class ReplicaCoordinator:
                     withdraw(self._desired, order, pending.before)
                     withdraw(self._completed, order, pending.before)  # all may have it, and be too few
                     self._break_transfer("its publication has ended")
-                    self._versions.fail(pending.last_version, bool(pending.received()))
+                    self._versions.fail(pending.last_version)
                 raise
             finally:
                 self._pending = None

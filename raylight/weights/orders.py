@@ -261,14 +261,13 @@ class VersionSequence:
     def begin(self, version: int) -> None:
         self.last, self.awaits_repetition = version, False
 
-    def fail(self, last: int, is_received: bool) -> None:
+    def fail(self, last: int) -> None:
         """Note that a publication of weights failed.
 
         Args:
             last: highest version before it.
-            is_received: replicas have received its version, too few or without having answered their probe.
         """
-        self.last, self.awaits_repetition = last, is_received
+        self.last, self.awaits_repetition = last, self.received >= self.last
 
     def note_received(self, version: int) -> None:
         """Note that a replica has received a version of the weights."""

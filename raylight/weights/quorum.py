@@ -275,8 +275,7 @@ class PendingOrder:
             return {name: self.quorum[name].state.awake_reason for name in self.reached()}
         return {name: self.results.get(name) for name in self.reached()}
 
-    def received(self) -> list[str]:
-        """Return the replicas that count and have received the order's weights or adapter."""
+    def _received(self) -> list[str]:
         return [name for name, replica in self.quorum.counted().items() if replica.has_reached(self.order)]
 
     def failed(self) -> list[str]:
@@ -300,7 +299,7 @@ class PendingOrder:
             WeightSyncError: not enough replicas have reached the order.
         """
         order, seconds = self.order, round(self.seconds, 2)
-        reached = self.reached() if now >= self.deadline else self.received()
+        reached = self.reached() if now >= self.deadline else self._received()
         late = sorted({*self.waiting()} - {*reached})
         if not reached and self.sender_failure:
             raise WeightSyncError(f"{order} was not sent: {self.sender_failure}")

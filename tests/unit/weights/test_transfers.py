@@ -397,6 +397,24 @@ async def test_too_few_replicas_wait_for_replacements_and_then_fail() -> None:
         await replacement.executor.close()
 
 
+async def test_a_version_is_published_again_whose_only_receiver_died_meanwhile() -> None:
+    coordinator = Coordinator()
+    async with within():
+        replica = await join(coordinator, "a", life := Life())
+        publishing, phase = await publish_and_begin(coordinator, "finish", probe=[1, 2])
+        await replica.do()
+        await phase
+        life.end()
+        await coordinator.fail_publication(TOKEN, "learner 0 died")
+        with pytest.raises(WeightSyncError, match="was not sent: learner 0 died"):
+            await publishing
+        other = RunningReplica(coordinator, "b")
+        starting = asyncio.create_task(other.start())
+        assert await publish_weights(coordinator, 1) == 1
+        await starting
+        await other.executor.close()
+
+
 async def test_a_publication_whose_sender_fails_before_its_turn_ends_at_once() -> None:
     coordinator = Coordinator()
     async with running(coordinator, "a") as (replica,):
