@@ -141,7 +141,7 @@ class TenantModel:
 
     Attributes:
         last_request_at: seconds since the epoch.
-        loaded: path of the state from which it continued, if it did.
+        loaded: path of the state from which it continued last, if it did.
         lost: reason for which its adapter is gone; None: it is there.
     """
 

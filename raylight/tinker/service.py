@@ -258,8 +258,8 @@ class TinkerService:
                 await self._train(model, AdapterTrainer.create, spec)
                 if load is not None:
                     await load(model)
-            except Exception:
-                self.models.remove(model_id)
+            except Exception as error:
+                model.lost = f"model {model_id!r} was not created: {error}"
                 await self._remove(model_id)
                 raise
             return json_answer(answer)
@@ -268,12 +268,12 @@ class TinkerService:
         return accepted
 
     async def _load(self, model: TenantModel, path: CheckpointPath, with_optimizer: bool) -> None:
-        model.loaded = str(path)
         adapter = await asyncio.to_thread(self.checkpoints.load, path)
         optimizer = None
         if with_optimizer:
             optimizer = await asyncio.to_thread(self.checkpoints.load_optimizer, path)
         await self._train(model, AdapterTrainer.load, adapter, optimizer)
+        model.loaded = str(path)
 
     def _submit(self, model: TenantModel, number: int | None, prepare: Callable[[], Work]) -> Accepted:
         """Accept a request of a model, whose number is used up even if `prepare` rejects it.
