@@ -215,6 +215,7 @@ class Samplers:
         self._model, self._client, self._fetch = model, client, fetch
         self._limit, self._timeout_s = limit, timeout_s
         self._served: dict[str, ServedAdapter] = {}  # ordered: the longest unused first
+        self._releasing: set[asyncio.Task[None]] = set()
         self._numbers = itertools.count(1)
         self._changed = BroadcastCondition()
         self._probing = asyncio.Lock()  # an order waits behind one probe, and not behind those of all clients
@@ -279,6 +280,7 @@ class Samplers:
             await self._release_dropped(served)
 
     async def close(self) -> None:
+        await cancel_all(self._releasing)
         await self._http.aclose()
 
     @contextlib.asynccontextmanager
@@ -303,7 +305,10 @@ class Samplers:
 
     async def _release_dropped(self, served: ServedAdapter) -> None:
         if served.dropped and not served.users:
-            await self._release(served)
+            releasing = asyncio.create_task(self._release(served))
+            self._releasing.add(releasing)  # the event loop keeps only a weak reference
+            releasing.add_done_callback(self._releasing.discard)
+            await asyncio.shield(releasing)  # a caller that is cancelled does not end it
 
     async def _release(self, served: ServedAdapter) -> None:
         await asyncio.wait([served.loading])  # its requests may have been cancelled meanwhile

@@ -33,6 +33,7 @@ class Engines:
             raise WeightSyncError("not in time")
 
     async def release(self, name: str, timeout: float) -> None:
+        await self.gate.wait()
         self.adapters.discard(name)
 
     async def probe(self, ids: list[int], timeout: float, adapter: str | None) -> dict[str, list[float]]:
@@ -113,3 +114,17 @@ async def test_an_adapter_that_engines_failed_to_load_in_time_is_released_before
         assert engines.adapters == {"sampler-1"}
         assert await samplers.prompt_logprobs(PATH, [1, 2]) == [None, -2.0]
         assert engines.adapters == {"sampler-2"}
+
+
+async def test_the_release_of_an_adapter_goes_on_if_its_caller_is_cancelled() -> None:
+    engines = Engines()
+    engines.gate.set()
+    samplers = samplers_of(engines)
+    async with within():
+        await samplers.prompt_logprobs(PATH, [1, 2])
+        engines.gate.clear()
+        dropping = asyncio.create_task(samplers.drop(PATH))
+        await until(lambda: not samplers._served)
+        await cancel_all([dropping])
+        engines.gate.set()
+        await until(lambda: not engines.adapters)
