@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import copy
 import functools
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -89,7 +87,7 @@ def read_shape(path: str) -> ModelShape:
     images = ModelImages.load(path)
     model = _build(path, config)
     text = config.get_text_config()
-    layers = list(_layers(model))
+    layers = _layers(model)
     if not layers:
         raise ConfigError(f"{path}: {type(model).__name__} has no repeated layers, so FSDP cannot shard it")
     in_layers = {id(param) for layer in layers for param in layer.parameters()}
@@ -155,10 +153,12 @@ def measure_activations(
         layers: number of the model's layers.
         checkpointing: recompute the layers' activations in the backward pass.
     """
-    period = _period(read_config(path).get_text_config())
-    one, two = (_traced_peak(path, times * period, rows, length, dtype, checkpointing) for times in (1, 2))
-    per_layer = max(two - one, 0) // period
-    return max(one - period * per_layer, 0) + layers * per_layer
+    first, period = _pattern(path)
+    once = _traced_peak(path, first + period, rows, length, dtype, checkpointing)
+    if layers == first + period:
+        return once
+    twice = _traced_peak(path, first + 2 * period, rows, length, dtype, checkpointing)
+    return once + (layers - first - period) * max(twice - once, 0) // period
 
 
 def measure_prefill(path: str, rows: int, length: int, dtype: torch.dtype) -> int:
@@ -166,7 +166,7 @@ def measure_prefill(path: str, rows: int, length: int, dtype: torch.dtype) -> in
 
     A layer's tensors are freed before the next one's, so few layers show it.
     """
-    return _traced_peak(path, _period(read_config(path).get_text_config()), rows, length, dtype, trains=False)
+    return _traced_peak(path, sum(_pattern(path)), rows, length, dtype, trains=False)
 
 
 def count(module: nn.Module) -> int:
@@ -184,12 +184,13 @@ def _build(path: str, config: Any, dtype: torch.dtype = torch.float32) -> Any:
         ) from None
 
 
-def _layers(model: Any) -> Iterator[nn.Module]:
-    """Yield the modules of the language part that FSDP gathers as separate groups."""
+def _layers(model: Any) -> nn.ModuleList:
+    """Return the layers of the language part, which FSDP gathers one by one; empty if it has none."""
     names = set(model._no_split_modules or ())
     for module in language_part(model).modules():
-        if type(module).__name__ in names:
-            yield module
+        if isinstance(module, nn.ModuleList) and names & {type(layer).__name__ for layer in module}:
+            return module
+    return nn.ModuleList()
 
 
 def _cache(text: Any, layers: int) -> tuple[int, int]:
@@ -211,13 +212,32 @@ def _deep_layers(vision: object) -> int:
     return len(getattr(vision, "deepstack_visual_indexes", None) or ())
 
 
-def _period(text: object) -> int:
-    """Return the length of the shortest pattern of layer types that the model repeats."""
-    kinds = list(getattr(text, "layer_types", None) or ["full_attention"])
-    for period in range(1, len(kinds) + 1):
-        if all(kind == kinds[i % period] for i, kind in enumerate(kinds)):
-            return period
-    return 1
+@functools.lru_cache(maxsize=8)
+def _pattern(path: str) -> tuple[int, int]:
+    """Return how many layers of a model come before those that repeat a pattern, and the pattern's length.
+
+    The whole model is the pattern if a trace of it is shorter than two of a few layers.
+    """
+    config = read_config(path)
+    layers = _layers(_build(path, config))
+    kinds = getattr(config.get_text_config(), "layer_types", None) or [None] * len(layers)
+    traits = [(kind, _traits(layer)) for kind, layer in zip(kinds, layers, strict=False)]
+    shortest, pattern = len(traits), (0, len(traits))
+    for period in range(1, len(traits) // 3 + 1):
+        pairs = enumerate(zip(traits, traits[period:], strict=False))
+        first = max((i + 1 for i, (one, other) in pairs if one != other), default=0)
+        if 2 * first + 3 * period < shortest:
+            shortest, pattern = 2 * first + 3 * period, (first, period)
+    return pattern
+
+
+def _traits(layer: nn.Module) -> list[object]:
+    """Return what makes a layer's memory differ from another's: its modules, their settings and weights."""
+    traits: list[object] = [param.shape for param in layer.parameters()]
+    for module in layer.modules():
+        settings = (item for item in vars(module).items() if isinstance(item[1], bool | float | str))
+        traits += [type(module), *settings]
+    return traits
 
 
 def _is_mixture(text: object) -> bool:
@@ -260,12 +280,15 @@ def _traced_peak(
 
 
 def _few_layers(path: str, layers: int, dtype: torch.dtype) -> Any:
-    """Return the model in training mode with fewer layers."""
-    config = copy.deepcopy(read_config(path))
-    text = config.get_text_config()
-    text.num_hidden_layers = layers
-    if vars(text).get("layer_types"):  # some architectures derive them from the number of layers
-        kinds = list(text.layer_types)
-        text.layer_types = [kinds[i % len(kinds)] for i in range(layers)]
+    """Return the model in training mode with its first layers only.
+
+    The gradients of its embeddings are left out: they exist when the layers' activations are freed.
+    """
     with no_init_weights():  # towers draw values in ways that fake tensors lack
-        return auto_class(reads_images(path)).from_config(config, dtype=dtype).train()
+        model = auto_class(reads_images(path)).from_config(read_config(path), dtype=dtype).train()
+    for module in model.modules():
+        if isinstance(module, nn.Embedding):
+            module.requires_grad_(False)
+    model.enable_input_require_grads()
+    del _layers(model)[layers:]
+    return model

@@ -141,6 +141,14 @@ def test_checkpointing_saves_activations(dense):
     assert kept > 10 * recomputed
 
 
+@pytest.mark.parametrize(("rows", "length", "gibibytes"), [(3, 512, 9.77), (1, 4096, 26.65)])
+def test_short_rows_need_the_activations_of_all_layers(dense, rows, length, gibibytes):
+    """The sizes are those of a trace of all 28 layers. The gradient of the embedding, 1 GiB, comes later."""
+    assert measure_activations(dense, rows, length, torch.bfloat16, 28) / GIB == pytest.approx(
+        gibibytes, 0.01
+    )
+
+
 def test_a_reference_and_a_critic_need_memory(dense):
     assert "reference weights" in learner_items(planned(dense, PolicySettings(kl_coef=0.1)))
     with_critic = learner_items(planned(dense, PolicySettings(adv_estimator="gae", critic=CriticSettings())))

@@ -12,6 +12,7 @@ from raylight.experience.settings.policy_settings import PolicySettings
 from raylight.learner.model.vision import FEATURE_BYTES
 from raylight.trainer.cluster_fit.local_memory import estimate_memory
 from raylight.trainer.cluster_fit.model_shape import (
+    _traced_peak,
     adapter_parameters,
     measure_activations,
     measure_prefill,
@@ -36,6 +37,38 @@ def test_a_model_without_the_usual_attention_is_measured(model_type: str, tmp_pa
     assert (shape.cache_per_token == 0) == (model_type == "mamba")
     assert measure_activations(path, 1, 16, torch.float32, shape.layers) > 0
     assert measure_prefill(path, 1, 16, torch.float32) > 0
+
+
+LAYERED = {
+    "qwen2": {},
+    "gemma2": {"head_dim": 16},  # every second layer has a window
+    "deepseek_v3": {  # the first layers are dense
+        "first_k_dense_replace": 2,
+        "moe_intermediate_size": 32,
+        "n_routed_experts": 8,
+        "n_group": 1,
+        "topk_group": 1,
+        "num_experts_per_tok": 4,
+    },
+    "gemma3n_text": {  # the last layers share keys and values, the first have sparse activations
+        "head_dim": 16,
+        "num_kv_shared_layers": 2,
+        "layer_types": ["sliding_attention", "full_attention"] * 4,
+        "activation_sparsity_pattern": [0.9] * 2 + [0.0] * 6,
+    },
+    "mamba": {"state_size": 4},
+}
+
+
+@pytest.mark.parametrize("checkpointing", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("model_type", LAYERED)
+def test_few_layers_show_the_activations_of_all(model_type: str, checkpointing: bool, tmp_path: Path) -> None:
+    sizes = {"hidden_size": 64, "intermediate_size": 512, "num_hidden_layers": 8, "num_attention_heads": 4}
+    settings = sizes | {"vocab_size": 50_000, "num_key_value_heads": 4} | LAYERED[model_type]
+    AutoConfig.for_model(model_type, **settings).save_pretrained(tmp_path)
+    whole = _traced_peak(str(tmp_path), 8, 2, 16, torch.bfloat16, checkpointing)
+    found = measure_activations(str(tmp_path), 2, 16, torch.bfloat16, 8, checkpointing)
+    assert found == pytest.approx(whole, rel=0.01)
 
 
 @pytest.mark.parametrize("family", ["qwen2_5_vl", pytest.param("gemma3", marks=pytest.mark.slow)])
