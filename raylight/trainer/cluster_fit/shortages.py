@@ -44,23 +44,35 @@ class PlacedNode:
         return sum(role.total("host", growing=at_peak) * count for role, count in counts.items())
 
     def free_gpus(self, role: RoleMemory) -> list[list[RoleMemory]]:
-        """Return the GPUs that a process of a role would take; none if there are not enough."""
+        """Return the GPUs that a process of a role would take, the fullest first; none if there are not
+        enough."""
         share, count = min(role.gpus, 1.0), max(int(role.gpus), 1)
-        free = [held for held in self.on_gpus if sum(min(r.gpus, 1.0) for r in held) + share <= 1 + ROUNDING]
-        return free[:count] if len(free) >= count else []
+        free = [held for held in self.on_gpus if _taken(held) + share <= 1 + ROUNDING]
+        return sorted(free, key=_taken, reverse=True)[:count] if len(free) >= count else []
+
+    def left_for(self, role: RoleMemory) -> tuple[float, float]:
+        """Return what is free on the first GPU that a process of a role would take, and on all GPUs."""
+        return 1 - _taken(self.free_gpus(role)[0]), len(self.on_gpus) - sum(map(_taken, self.on_gpus))
+
+
+def _taken(held: Sequence[RoleMemory]) -> float:
+    """Return the share of a GPU that roles take."""
+    return sum(min(role.gpus, 1.0) for role in held)
 
 
 def place(roles: Sequence[RoleMemory], cluster: ClusterShape, at_peak: bool) -> list[PlacedNode]:
-    """Place all processes: those with GPUs on the first free ones, the others where most memory is left.
+    """Place all processes: those with most GPUs first, each where fewest are left for others, and those
+    without GPUs where most memory is left.
 
     A process for which no GPU is free is left out.
     """
     nodes = [PlacedNode(node, [], [[] for _ in range(node.gpus)]) for node in cluster.nodes]
-    for role in (role for role in roles if role.gpus):
+    for role in sorted((role for role in roles if role.gpus), key=lambda role: role.gpus, reverse=True):
         for _ in range(role.processes):
-            node = next((node for node in nodes if node.free_gpus(role)), None)
-            if node is None:
+            fitting = [node for node in nodes if node.free_gpus(role)]
+            if not fitting:
                 break
+            node = min(fitting, key=lambda node: node.left_for(role))
             for held in node.free_gpus(role):
                 held.append(role)
             node.roles.append(role)

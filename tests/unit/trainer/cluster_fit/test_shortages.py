@@ -1,5 +1,7 @@
 """Comparison of what roles need with what a cluster has."""
 
+import pytest
+
 from raylight.trainer.cluster_fit.cluster_shape import GIB, ClusterShape, NodeShape
 from raylight.trainer.cluster_fit.role_memory import Item, RoleMemory
 from raylight.trainer.cluster_fit.shortages import find_shortages, gib
@@ -98,3 +100,18 @@ def test_two_fractions_above_a_half_do_not_fit_on_one_gpu():
     (shortage,) = find_shortages([role(processes=3, gpus=0.6)], cluster(1, 2, 80))
     assert shortage.what == "GPUs"
     assert shortage.message == "the run needs 3 GPUs (3 x 0.6 for learner); there are 2"
+
+
+@pytest.mark.parametrize(
+    ("roles", "gpus"),
+    [
+        ([role(processes=2, gpus=0.4), role("engine", processes=2, gpus=0.6)], (2,)),
+        ([role(processes=2, gpus=0.4), role("engine", processes=2, gpus=0.6)], (1, 1)),
+        ([role(gpus=0.3), role("engine", gpus=0.5), role("teacher", processes=2, gpus=0.6)], (3,)),
+        ([role(gpus=1), role("engine", gpus=2)], (2, 1)),
+        ([role(gpus=0.5), role("engine", processes=2, gpus=1), role("teacher", gpus=0.5)], (1, 2)),
+    ],
+)
+def test_a_placement_that_exists_is_found(roles, gpus):
+    nodes = ClusterShape(tuple(NodeShape(GIB, count, GIB) for count in gpus))
+    assert find_shortages(roles, nodes) == []
