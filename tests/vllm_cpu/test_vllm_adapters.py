@@ -27,13 +27,15 @@ async def no_adapters_left(bench: Any) -> AsyncIterator[None]:
 pytestmark = [pytest.mark.asyncio(loop_scope="session"), pytest.mark.timeout(180)]
 
 
-def make_adapter(bench: Any, folder: Path, seed: int, rank: int = 4) -> tuple[LoraAdapter, Any]:
+def make_adapter(
+    bench: Any, folder: Path, seed: int, rank: int = 4, **patterns: dict[str, int]
+) -> tuple[LoraAdapter, Any]:
     """Return an adapter with random weights, and the reference model with this adapter."""
     from peft import LoraConfig, get_peft_model
     from safetensors.torch import load_file
 
     torch.manual_seed(seed)
-    config = LoraConfig(r=rank, lora_alpha=16, target_modules=["q_proj", "v_proj", "down_proj"])
+    config = LoraConfig(r=rank, lora_alpha=16, target_modules=["q_proj", "v_proj", "down_proj"], **patterns)
     model: Any = get_peft_model(bench.reference(), config)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -68,6 +70,14 @@ async def test_two_adapters_and_the_base_model_in_parallel(bench: Any, tmp_path:
         await bench.http.post("/v1/chat/completions", json={"model": "red", "messages": HI})
     ).status_code == 404
     assert not await bench.engine._client.list_loras()
+
+
+async def test_layers_have_their_ranks_and_alphas(bench: Any, tmp_path: Path) -> None:
+    patterns = {"rank_pattern": {"q_proj": 2, "down_proj": 6}, "alpha_pattern": {"v_proj": 4}}
+    adapter, model = make_adapter(bench, tmp_path, 5, **patterns)
+    await bench.engine.load_adapter("patterns", 1, adapter)
+    await ask(bench, 16, "patterns")
+    assert difference(model, bench.sample).max() < TOLERANCE
 
 
 async def test_requests_in_flight_keep_their_adapter_version(bench: Any, tmp_path: Path) -> None:

@@ -5,9 +5,11 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
+import re
 import shutil
 import tempfile
 from pathlib import Path
+from typing import Any
 
 from raylight.engines.protocol import LoraAdapter
 from raylight.weights.peft_files import write_adapter
@@ -45,7 +47,7 @@ class AdapterFiles:
         folder = Path(tempfile.mkdtemp(dir=self._folder))
         weights = {
             prefix + name.removeprefix(MODEL) if name.startswith(MODEL) else name: array
-            for name, array in adapter.weights.items()
+            for name, array in _with_common_scale(adapter).items()
         }
         write_adapter(folder, LoraAdapter(adapter.config, weights))
         return folder
@@ -54,6 +56,28 @@ class AdapterFiles:
         """Remove the folder."""
         shutil.rmtree(self._folder, ignore_errors=True)
         self._lock.close()
+
+
+def _with_common_scale(adapter: LoraAdapter) -> dict[str, Any]:
+    """Return an adapter's weights for an engine that multiplies all layers by the same scale.
+
+    vLLM ignores peft's `rank_pattern` and `alpha_pattern`, with which layers have other scales.
+    """
+    config, weights = adapter.config, dict(adapter.weights)
+    alphas = config.get("alpha_pattern") or {}
+    if not (alphas or config.get("rank_pattern")):
+        return weights
+    power = 0.5 if config.get("use_rslora") else 1
+    common = config["lora_alpha"] / config["r"] ** power
+    for name, matrix in adapter.weights.items():
+        layer, found, end = name.partition(".lora_A.")
+        if found:
+            path = layer.removeprefix("base_model.model.")
+            patterns = (value for key, value in alphas.items() if re.match(rf"(.*\.)?({key})$", path))
+            alpha = next(patterns, config["lora_alpha"])
+            other = f"{layer}.lora_B.{end}"
+            weights[other] = weights[other] * (alpha / len(matrix) ** power / common)
+    return weights
 
 
 def _remove_abandoned(folder: Path) -> None:

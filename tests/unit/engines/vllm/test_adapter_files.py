@@ -13,6 +13,7 @@ import pytest
 
 from raylight.engines.protocol import LoraAdapter
 from raylight.engines.vllm.adapter_files import TEXT_PART, AdapterFiles
+from raylight.weights.peft_files import read_adapter
 
 ADAPTER = LoraAdapter({"r": 4}, {"a.lora_A.weight": np.ones((4, 2), dtype=np.float32)})
 KILLED = """
@@ -56,6 +57,41 @@ def test_the_layers_of_a_text_part_have_the_names_of_the_whole_checkpoint(
         "base_model.model.model.language_model.layers.0.q_proj.lora_A.weight",
     ]
     files.close()
+
+
+@pytest.mark.parametrize("rslora", [False, True])
+def test_layers_with_other_ranks_and_alphas_have_the_scale_of_all(
+    rslora: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    import torch
+    from peft import LoraConfig, get_peft_model
+    from safetensors.torch import load_file
+    from transformers import Qwen2Config, Qwen2ForCausalLM
+
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "files"))
+    (tmp_path / "files").mkdir()
+    sizes = {"vocab_size": 8, "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 2}
+    config = LoraConfig(
+        r=4,
+        lora_alpha=8,
+        target_modules=["q_proj", "v_proj"],
+        rank_pattern={"q_proj": 2, r"layers\.1\.self_attn\.v_proj": 6},
+        alpha_pattern={r"layers\.0\.self_attn\.q_proj": 3, "v_proj": 16},
+        use_rslora=rslora,
+        init_lora_weights=False,
+    )
+    model = get_peft_model(Qwen2ForCausalLM(Qwen2Config(**sizes, num_attention_heads=2)), config)
+    model.save_pretrained(tmp_path)
+    adapter = read_adapter(tmp_path)
+    files = AdapterFiles()
+    for _ in range(2):  # the adapter itself is left as it is
+        weights = load_file(files.write(adapter) / "adapter_model.safetensors")
+    files.close()
+    scale = adapter.config["lora_alpha"] / adapter.config["r"] ** (0.5 if rslora else 1)  # vLLM's
+    for name, layer in model.named_modules():
+        if name.endswith(("q_proj", "v_proj")):
+            a, b = (weights[f"{name}.lora_{part}.weight"] for part in "AB")
+            torch.testing.assert_close(scale * b @ a, layer.get_delta_weight("default").detach())
 
 
 @pytest.mark.slow
