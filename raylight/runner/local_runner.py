@@ -69,10 +69,10 @@ class LitAgentRunner(Generic[Task]):
             trainer=TrainerView(self.tracer, tuple(hooks or ())),
         )
         try:
-            yield self
+            with self.tracer.lifespan():
+                yield self
         finally:
             self._runner = None
-            self.tracer.teardown()
 
     async def step(
         self, input: Task, *, resources: NamedResources | None = None, mode: RolloutMode | None = None

@@ -137,7 +137,8 @@ class Tracer:
             yield
         finally:
             self._store = outer
-            self.teardown()
+            if current_trace() is None:  # else an attempt, or a traced block around this one, goes on
+                self.teardown()
 
     def trace_run(self, function: Callable[..., Result], *args: object, **kwargs: object) -> Result:
         """Call a function in a `trace_context`, and return its result."""

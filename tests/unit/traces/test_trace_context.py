@@ -7,10 +7,13 @@ from collections.abc import Iterator
 
 import pytest
 from store_helpers import open_box
-from unit_helpers import make_rollout
+from unit_helpers import as_agent, make_rollout
 
 from raylight.agent.emit import emit_reward
 from raylight.errors import ConfigError
+from raylight.runner.local_runner import LitAgentRunner
+from raylight.store.client import StoreClient
+from raylight.store.service import StoreService
 from raylight.traces.context import current_trace
 from raylight.traces.reward_spans import find_final_reward
 from raylight.traces.tracer import DummyTracer, OtelTracer, Tracer, get_active_tracer
@@ -118,6 +121,17 @@ async def test_an_inner_lifespan_leaves_the_outer_one_its_store(tracer: Tracer) 
             ):
                 tracer.create_span("after")
         assert names(await box.store.query_spans(started.rollout_id)) == ["after"]
+
+
+def test_a_lifespan_within_a_traced_block_does_not_end_its_recording() -> None:
+    tracer, store = OtelTracer(), StoreClient(StoreService())
+    runner = LitAgentRunner(tracer).run_context(agent=as_agent(lambda task: 1.0), store=store)
+    for inner in (tracer.lifespan(), runner):
+        with tracer.lifespan(), tracer.trace_context() as recorder:
+            with inner:
+                pass
+            recorder.start_span("after").end()
+        assert names(tracer.get_last_trace()) == ["after"]
 
 
 async def test_a_block_within_an_attempt_leaves_its_spans_to_the_runner(tracer: Tracer) -> None:
