@@ -65,40 +65,29 @@ async def execute(
         "tracer": context.tracer,
         "rollout": rollout,
     }
-    with rollout_scope(RolloutScope(context.runner, context.trainer)):
-        return await _execute(context, rollout, resources, trace, hook_args, find_truncation)
-
-
-async def _execute(
-    context: RolloutContext,
-    rollout: Rollout,
-    resources: NamedResources,
-    trace: AttemptTrace,
-    hook_args: dict[str, object],
-    find_truncation: FindTruncation | None,
-) -> Outcome:
     reward_spans: list[Span] = []
-    try:
-        await context.hooks.call("on_rollout_start", **hook_args)
-        await context.hooks.call("on_trace_start", **hook_args)
-        outcome, reward_spans = await _run_agent(context, rollout, resources)
-        if find_truncation and rollout.config.has_budgets and (budget := await find_truncation(rollout)):
-            outcome, rewards = truncate(outcome, budget, rollout.config, context.clock)
-            reward_spans += rewards
-    except HookError as error:
-        outcome = _hook_failure(error)
-    except asyncio.CancelledError:  # hooks that opened something must close it
+    with rollout_scope(RolloutScope(context.runner, context.trainer)):
         try:
-            async with asyncio.timeout(CANCEL_GRACE_S):
-                await _call_end_hooks(context.hooks, hook_args, trace, CANCELLED, reward_spans)
-        except TimeoutError:
-            logger.error(
-                "the hooks of cancelled rollout %s did not end within %g s",
-                rollout.rollout_id,
-                CANCEL_GRACE_S,
-            )
-        raise
-    return await _call_end_hooks(context.hooks, hook_args, trace, outcome, reward_spans)
+            await context.hooks.call("on_rollout_start", **hook_args)
+            await context.hooks.call("on_trace_start", **hook_args)
+            outcome, reward_spans = await _run_agent(context, rollout, resources)
+            if find_truncation and rollout.config.has_budgets and (budget := await find_truncation(rollout)):
+                outcome, rewards = truncate(outcome, budget, rollout.config, context.clock)
+                reward_spans += rewards
+        except HookError as error:
+            outcome = _hook_failure(error)
+        except asyncio.CancelledError:  # hooks that opened something must close it
+            try:
+                async with asyncio.timeout(CANCEL_GRACE_S):
+                    await _call_end_hooks(context.hooks, hook_args, trace, CANCELLED, reward_spans)
+            except TimeoutError:
+                logger.error(
+                    "the hooks of cancelled rollout %s did not end within %g s",
+                    rollout.rollout_id,
+                    CANCEL_GRACE_S,
+                )
+            raise
+        return await _call_end_hooks(context.hooks, hook_args, trace, outcome, reward_spans)
 
 
 async def _call_end_hooks(

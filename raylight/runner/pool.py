@@ -98,36 +98,30 @@ class StartUp:
             RunnerLostError: a runner failed while it started, or was placed and made no progress in time.
         """
         ready = {asyncio.ensure_future(actor.ready.remote()): name for name, actor in self._actors.items()}
-        try:
-            return await self._wait(ready)
-        finally:
-            await cancel_all(ready)
-
-    async def _wait(self, ready: Mapping[asyncio.Future[Any], str]) -> dict[str, RayActorError]:
-        clock = asyncio.get_running_loop().time
+        clock, late = asyncio.get_running_loop().time, set(ready)
         placement_end = clock() + self._config.placement_timeout_s
         give_up_at = clock() + self._config.start_timeout_s
-        late = set(ready)
-        while late:
-            next_check = give_up_at if clock() >= placement_end else min(placement_end, give_up_at)
-            done, late = await asyncio.wait(
-                late, timeout=max(next_check - clock(), 0.0), return_when=asyncio.FIRST_COMPLETED
-            )
-            died: dict[str, RayActorError] = {}
-            for task in done:
-                if (error := task.exception()) is None:
-                    self._on_up(ready[task], task.result())
-                elif isinstance(error, RayActorError) and not error.actor_init_failed:
-                    died[ready[task]] = error
-                else:
-                    raise RunnerLostError(_failure_message(error)) from error
-            if died:
-                return died
-            if done or await self._check(
-                {ready[task] for task in late}, clock() >= placement_end, clock() >= give_up_at
-            ):
-                give_up_at = clock() + self._config.start_timeout_s
-        return {}
+        died: dict[str, RayActorError] = {}
+        try:
+            while late and not died:
+                next_check = give_up_at if clock() >= placement_end else min(placement_end, give_up_at)
+                done, late = await asyncio.wait(
+                    late, timeout=max(next_check - clock(), 0.0), return_when=asyncio.FIRST_COMPLETED
+                )
+                for task in done:
+                    if (error := task.exception()) is None:
+                        self._on_up(ready[task], task.result())
+                    elif isinstance(error, RayActorError) and not error.actor_init_failed:
+                        died[ready[task]] = error
+                    else:
+                        raise RunnerLostError(_failure_message(error)) from error
+                if done or await self._check(
+                    {ready[task] for task in late}, clock() >= placement_end, clock() >= give_up_at
+                ):
+                    give_up_at = clock() + self._config.start_timeout_s
+            return died
+        finally:
+            await cancel_all(ready)
 
     async def _check(self, late: set[str], placement_over: bool, start_over: bool) -> bool:
         """Return True if a runner made progress since the last check; raise if its time is over."""
