@@ -154,7 +154,8 @@ def test_evaluation_starts_no_learner(cluster: Cluster, data: Path, tmp_path: Pa
     assert done.returncode == 0, done.stdout + done.stderr
     figures = json.loads((tmp_path / "out" / "eval.json").read_text())
     assert (figures["primary"], set(figures["rewards"])) == ("right", {"reward", "short"})
-    assert (figures["failed"], figures["rewards"]["reward"]["rollouts"]) == (4, 12)
+    assert (figures["failed"], figures["rewards"]["reward"]["rollouts"]) == (4, 16)  # failures count as 0
+    assert figures["rewards"]["short"]["rollouts"] == 12
     assert list(figures["failures"]) == ["ValueError: no tool"]
     lines = [json.loads(line) for line in (tmp_path / "out" / "eval.jsonl").read_text().splitlines()]
     for first, second in zip(lines[::2], lines[1::2], strict=True):
