@@ -166,7 +166,7 @@ def test_an_agent_that_cannot_be_pickled(cluster: Cluster, tmp_path: Path) -> No
 @pytest.mark.slow
 def test_sampling_that_the_learner_cannot_reproduce(cluster: Cluster, tmp_path: Path) -> None:
     @rl.rollout
-    async def truncating(task: dict, llm: rl.LLM) -> float:
+    async def biased(task: dict, llm: rl.LLM) -> float:
         from openai import AsyncOpenAI
 
         from raylight.quickstart.additions import is_right, question
@@ -175,13 +175,15 @@ def test_sampling_that_the_learner_cannot_reproduce(cluster: Cluster, tmp_path: 
             reply = await client.chat.completions.create(
                 model=llm.model,
                 messages=[{"role": "user", "content": question(task)}],
-                top_p=0.5,
+                logit_bias={"5": 1},
                 max_tokens=8,
             )
         return float(is_right(task, reply.choices[0].message.content or "") or task["a"] % 3 == 0)
 
-    with pytest.raises(errors.OffPolicySamplingError, match=r"an agent sampled .* with top_p=0\.5 \(call"):
-        fit(truncating, tmp_path, algorithm={"tasks_per_step": 16})
+    with pytest.raises(
+        errors.OffPolicySamplingError, match=r"an agent sampled .* with logit_bias=.*5.*1.* \(call"
+    ):
+        fit(biased, tmp_path, algorithm={"tasks_per_step": 16})
     cluster.assert_clean()
 
 

@@ -15,6 +15,7 @@ import ray
 from ray import serve
 from ray.exceptions import RayError
 from ray.serve._private.common import DeploymentID
+from ray.serve._private.constants import SERVE_NAMESPACE
 from ray.serve.exceptions import RayServeException
 
 from raylight._utils.aio import in_daemon_thread
@@ -293,7 +294,7 @@ class Deployment:
                 return
         try:
             if self._settings.app_name in serve.status().applications:
-                serve.delete(self._settings.app_name)
+                self._delete_application()
             if not ingress.is_unused():
                 return
         except (ValueError, RayError, RayServeException):
@@ -305,6 +306,27 @@ class Deployment:
                 ingress.stop_serve(machine)
         except EngineStartError as error:
             logger.warning("Ray Serve stays on the cluster: %s", error)
+
+    def _delete_application(self) -> None:
+        """Delete the application, with time for its requests.
+
+        A replica that blocks its event loop while it starts, to load a model for example, hears no order to
+        end, and Serve would wait `drain_timeout_s` for it. It is killed.
+        """
+        name, end = self._settings.app_name, time.monotonic() + self._settings.config.drain_timeout_s
+        starting = ingress.starting_replicas(name)
+        serve.delete(name, _blocking=False)
+        for replica in starting:
+            with contextlib.suppress(ValueError):  # it has ended
+                ray.kill(ray.get_actor(replica, namespace=SERVE_NAMESPACE))
+        while True:
+            try:
+                serve.delete(name)
+                return
+            except TimeoutError as error:  # after 60 s
+                if time.monotonic() > end:
+                    logger.warning("Ray Serve still deletes the application of this run: %s", error)
+                    return
 
     def _machine(self) -> AbstractContextManager[Host]:
         """Return access to the ingress's machine, for as long as no other driver starts or stops Serve."""

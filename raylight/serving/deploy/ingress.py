@@ -158,6 +158,17 @@ def stop_serve(machine: Host) -> None:
         machine.remove_folder(head_node()["NodeID"])
 
 
+def starting_replicas(name: str) -> list[str]:
+    """Return the names of the actors of an application whose replicas still start."""
+    application = ray.get(controller().get_serve_instance_details.remote())["applications"].get(name)
+    return [
+        replica["actor_name"]
+        for deployment in (application["deployments"].values() if application else ())
+        for replica in deployment["replicas"]
+        if replica["state"] == "STARTING"
+    ]
+
+
 def is_unused() -> bool:
     """Return True if raylight started the running Serve, and it has no application."""
     return serve_http_options() is not None and bool(started_flags()) and not serve.status().applications

@@ -44,6 +44,8 @@ class Cluster:
     connections: int | None = None
     nodes: int = 1
     applications: set[str] = field(default_factory=set)
+    starting: list[str] = field(default_factory=list)
+    """Replicas that still start."""
     locked: bool = False
     log: list[str] = field(default_factory=list)
 
@@ -72,8 +74,17 @@ class Cluster:
         self.log.append(f"deploy {targets[0].name} at {targets[0].route_prefix}")
         self.applications.add(targets[0].name)
 
-    def delete(self, name: str) -> None:
-        self.applications.remove(name)
+    def delete(self, name: str, _blocking: bool = True) -> None:
+        if not _blocking:
+            self.log.append("order the end")
+        elif self.starting:
+            raise TimeoutError("Some of these applications weren't deleted after 60s")
+        else:
+            self.applications.remove(name)
+
+    def kill(self, replica: str) -> None:
+        self.log.append(f"kill {replica}")
+        self.starting.remove(replica)
 
 
 @pytest.fixture
@@ -88,6 +99,7 @@ def cluster(monkeypatch: pytest.MonkeyPatch) -> Cluster:
         "head_node": lambda: {"NodeID": "head", "NodeManagerAddress": "10.0.0.7"},
         "alive_nodes": lambda: [{}] * cluster.nodes,
         "is_joinable": lambda: True,
+        "starting_replicas": lambda name: list(cluster.starting),
     }
     for name, fake in fakes.items():
         monkeypatch.setattr(module.ingress, name, fake)
@@ -95,6 +107,8 @@ def cluster(monkeypatch: pytest.MonkeyPatch) -> Cluster:
     monkeypatch.setattr(module, "build_application", lambda settings, flags: None)
     monkeypatch.setattr(module.serve, "run_many", cluster.run_many)
     monkeypatch.setattr(module.serve, "delete", cluster.delete)
+    monkeypatch.setattr(module.ray, "get_actor", lambda name, namespace: name)
+    monkeypatch.setattr(module.ray, "kill", cluster.kill)
     monkeypatch.setattr(module.serve, "status", lambda: SimpleNamespace(applications=cluster.applications))
     return cluster
 
@@ -164,7 +178,11 @@ def test_fewer_connections_than_rollouts_are_a_warning(
 
 @pytest.mark.parametrize(
     ("others", "raylights", "log"),
-    [(set(), True, ["lock", "stop", "unlock"]), ({"other"}, True, []), (set(), False, [])],
+    [
+        (set(), True, ["order the end", "lock", "stop", "unlock"]),
+        ({"other"}, True, ["order the end"]),
+        (set(), False, ["order the end"]),
+    ],
     ids=["last", "not the last", "another program's Serve"],
 )
 def test_the_last_run_shuts_serve_down(
@@ -184,7 +202,7 @@ def test_another_driver_shuts_serve_down_first(
     """Serve's client asks for the state of a deleted application until it is gone, once per second."""
     cluster.address, cluster.applications = ("127.0.0.1", 8000), {"run"}
 
-    def delete(name: str) -> None:
+    def delete(name: str, _blocking: bool = True) -> None:
         cluster.applications, cluster.address = set(), None
         raise error
 
@@ -198,12 +216,44 @@ def test_an_application_that_cannot_be_deleted_is_an_error(
 ) -> None:
     cluster.address, cluster.applications = ("127.0.0.1", 8000), {"run"}
 
-    def delete(name: str) -> None:
+    def delete(name: str, _blocking: bool = True) -> None:
         raise ActorDiedError
 
     monkeypatch.setattr(module.serve, "delete", delete)
     with pytest.raises(ActorDiedError):
         make()._stop()
+
+
+def test_replicas_that_still_start_are_killed(cluster: Cluster) -> None:
+    cluster.address, cluster.applications = ("127.0.0.1", 8000), {"run"}
+    cluster.starting = ["SERVE_REPLICA::run#llm#1", "SERVE_REPLICA::run#llm#2"]
+    make()._stop()
+    assert cluster.log[:3] == ["order the end", *(f"kill SERVE_REPLICA::run#llm#{i}" for i in (1, 2))]
+    assert not cluster.applications
+
+
+@pytest.mark.parametrize(("late", "drain_timeout_s", "is_reported"), [(1, 9.0, False), (2, 0.0, True)])
+def test_requests_that_take_long_are_waited_for_and_hide_no_error_of_the_run(
+    late: int,
+    drain_timeout_s: float,
+    is_reported: bool,
+    cluster: Cluster,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    cluster.address, cluster.applications = ("127.0.0.1", 8000), {"run"}
+    waits = [TimeoutError("not deleted after 60s")] * late
+
+    def delete(name: str, _blocking: bool = True) -> None:
+        if _blocking and waits:
+            raise waits.pop()
+        if _blocking:
+            cluster.applications.remove(name)
+
+    monkeypatch.setattr(module.serve, "delete", delete)
+    make(drain_timeout_s=drain_timeout_s)._stop()
+    assert bool(cluster.applications) == is_reported
+    assert ("still deletes the application of this run: not deleted" in caplog.text) == is_reported
 
 
 def test_a_driver_that_hangs_keeps_no_other_from_ending(
