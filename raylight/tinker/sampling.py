@@ -322,11 +322,10 @@ class Samplers:
         await self._changed.wait_for(lambda: path in self._served or self._has_room())
         if (served := self._served.pop(path, None)) is not None:  # another request loads it
             return served
-        unused = None
+        old = None
         if len(self._served) >= self._limit:
-            unused = next(other for other, adapter in self._served.items() if not adapter.users)
+            old = self._served.pop(next(other for other, a in self._served.items() if not a.users))
         name = f"sampler-{(number := next(self._numbers))}"
-        old = None if unused is None else self._served.pop(unused)
         return ServedAdapter(name, 0, asyncio.ensure_future(self._load(path, name, number, old)))
 
     def _has_room(self) -> bool:

@@ -137,26 +137,24 @@ class TrainerClient:
         if name == "create":
             await self._reconnect(self._deadline())  # after a death while nobody called
             self._held.add(model_id)
-        found: T = await self._call(name, model_id, *args)
-        if name == "remove":
-            self._held.discard(model_id)
-        return found
-
-    async def _call(self, method: str, model_id: str, *args: object) -> Any:
         number, process_id, deadline = next(self._numbers), self._process_id, None
         while True:
             try:
-                return await self._actor.call.remote(number, method, model_id, *args)
+                found: T = await self._actor.call.remote(number, name, model_id, *args)
+                break
             except RayTaskError as error:
                 raise error.cause from None
             except DEAD as error:  # or unreachable for a moment, or being started again
                 if deadline is None:
                     deadline = self._deadline()
-                    logger.warning("%s did not reach the trainer: %s", method, summarize_ray_error(error))
+                    logger.warning("%s did not reach the trainer: %s", name, summarize_ray_error(error))
                 await self._reconnect(deadline)
                 if self._process_id != process_id:
                     raise AdapterLostError(RESTARTED) from None
                 await pause(RETRY_DELAY_S)
+        if name == "remove":
+            self._held.discard(model_id)
+        return found
 
     def _deadline(self) -> float:
         return asyncio.get_running_loop().time() + self._timeout_s

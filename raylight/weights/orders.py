@@ -262,11 +262,7 @@ class VersionSequence:
         self.last, self.awaits_repetition = version, False
 
     def fail(self, last: int) -> None:
-        """Note that a publication of weights failed.
-
-        Args:
-            last: highest version before it.
-        """
+        """Note that a publication of weights failed, before which `last` was the highest version."""
         self.last, self.awaits_repetition = last, self.received >= self.last
 
     def note_received(self, version: int) -> None:

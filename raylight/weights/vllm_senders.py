@@ -5,6 +5,7 @@ They follow vLLM's documented interface. They have been read, not run, where no 
 
 from __future__ import annotations
 
+import math
 import socket
 from collections.abc import Callable
 from typing import Any, TypeVar
@@ -101,7 +102,7 @@ def open_ipc(settings: SenderSettings, client: SyncClient, source: WeightStream)
     from vllm.distributed.weight_transfer.ipc_engine import IPCTrainerInitInfo
     from vllm.distributed.weight_transfer.packed_tensor import DEFAULT_PACKED_BUFFER_SIZE_BYTES
 
-    largest = max(param.dtype.itemsize * _numel(param.shape) for param in source.metadata())
+    largest = max(param.dtype.itemsize * math.prod(param.shape) for param in source.metadata())
     return VllmSender(
         IPCTrainerInitInfo(
             packed=True,
@@ -160,10 +161,6 @@ def _as_connection_error(call: Callable[[], T]) -> T:
         if "NCCL" in str(error):
             raise ConnectionError(f"the connection to the engines was lost: {error}") from error
         raise
-
-
-def _numel(shape: tuple[int, ...]) -> int:
-    return torch.Size(shape).numel()
 
 
 def _free_port(host: str) -> int:
