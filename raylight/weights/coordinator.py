@@ -523,7 +523,7 @@ class ReplicaCoordinator:
         """Issue an order after all earlier ones, and wait until every replica has reached it."""
         started = self._now()
         async with self._turn(order):
-            order.check(self._versions.used, self._quorum.ever_subscribed, self._desired.get("sleep"))
+            order.check(self._versions, self._quorum.ever_subscribed, self._desired.get("sleep"))
             order = replace(order, number=self._next_number())
             pending = self._pending = PendingOrder(
                 order,

@@ -92,19 +92,19 @@ class Order:
         """Return True if an engine is in the ordered state."""
         return _REACHED[self.kind](self, state)
 
-    def check(self, last_version: int, has_replicas: bool, sleep: Order | None) -> None:
+    def check(self, versions: VersionSequence, has_replicas: bool, sleep: Order | None) -> None:
         """Check that the order can be executed now.
 
         Args:
-            last_version: newest version of weights and adapters.
+            versions: the versions that were published before.
             sleep: newest order to sleep or to wake.
 
         Raises:
             WeightSyncError: it cannot.
         """
-        if self.publishes and self.version <= last_version:
+        if self.publishes and not versions.accepts(self.version):
             raise WeightSyncError(
-                f"version {self.version} is not newer than {last_version}; versions are never reused"
+                f"version {self.version} is not newer than {versions.used}; versions are never reused"
             )
         if self.kind == "sleep" and self.level != 1:
             raise WeightSyncError(
@@ -246,11 +246,14 @@ class VersionSequence:
             had failed. 0 is the model as loaded.
         awaits_repetition: True from a restart of the coordinator, or the failure of a publication, until the
             next one, if it may publish the version again that replicas have received.
+        is_restored: True from a restart until the next publication: the caller of the last one repeats it, if
+            it ended and the answer was lost.
     """
 
     last: int = -1
     received: int = 0
     awaits_repetition: bool = False
+    is_restored: bool = False
 
     @property
     def used(self) -> int:
@@ -258,8 +261,12 @@ class VersionSequence:
         is_known = self.awaits_repetition or not self.received
         return self.last if is_known else max(self.last, self.received)
 
+    def accepts(self, version: int) -> bool:
+        """Return True if a version may be published."""
+        return version > self.used or (self.is_restored and version == self.last)
+
     def begin(self, version: int) -> None:
-        self.last, self.awaits_repetition = version, False
+        self.last, self.awaits_repetition, self.is_restored = version, False, False
 
     def fail(self, last: int) -> None:
         """Note that a publication of weights failed, before which `last` was the highest version."""
@@ -270,7 +277,7 @@ class VersionSequence:
         self.received = max(self.received, version)
 
     def restore(self, snapshot: Snapshot) -> None:
-        self.last, self.awaits_repetition = snapshot.version, True
+        self.last, self.awaits_repetition, self.is_restored = snapshot.version, True, True
         self.note_received(snapshot.received)
 
 

@@ -137,6 +137,31 @@ async def test_a_version_of_an_adapter_is_never_used_again_even_after_a_failure(
                     await publish(coordinator, version, adapter=adapter)
 
 
+@pytest.mark.parametrize("adapter", ["x", None], ids=["adapter", "weights"])
+async def test_a_publication_that_ended_is_repeated_after_a_restart(adapter: str | None) -> None:
+    """The answer may be lost with the coordinator."""
+    coordinator = Coordinator()
+    async with within():
+        a = await join(coordinator, "a")
+        if adapter:
+            await give(a, publish(coordinator, 1))
+        else:
+            following = asyncio.create_task(do(a, 4))
+            await publish_weights(coordinator, 1)
+            await following
+        a.coordinator = restarted = Coordinator(restored=False)
+        await restarted.restore(coordinator.snapshot())
+        await a.subscribe()
+        assert await publish(restarted, 1, adapter=adapter) == {"a": None}
+        with pytest.raises(WeightSyncError, match="never reused"):
+            await publish(restarted, 1, adapter=adapter)
+
+
+async def do(replica: Replica, tasks: int) -> None:
+    for _ in range(tasks):
+        await replica.do()
+
+
 ORDERS: dict[str, Any] = {
     "adapter": lambda client, timeout=60.0: client.publish(1, PAYLOAD_REF, timeout, adapter="x"),
     "pin": lambda client, timeout=60.0: client.pin("x", 0, PAYLOAD_REF, timeout),
