@@ -120,9 +120,7 @@ class HookDispatcher:
                 returned = getattr(hook, event)(**arguments)
                 if inspect.isawaitable(returned):
                     await returned
-            except (
-                BaseException
-            ) as error:  # a hook is the user's code, and its errors must not end the runner
+            except BaseException as error:  # of the user's code, which must not end the runner
                 if _is_cancellation(error):
                     raise
                 logger.exception("the hook %s failed", name)

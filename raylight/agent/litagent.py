@@ -34,7 +34,8 @@ class RolloutScope:
     trainer: TrainerView | None = None
 
 
-_SCOPE: ContextVar[RolloutScope | None] = ContextVar("raylight_rollout_scope", default=None)
+_OUTSIDE = RolloutScope()
+_SCOPE: ContextVar[RolloutScope] = ContextVar("raylight_rollout_scope", default=_OUTSIDE)
 
 
 @contextlib.contextmanager
@@ -66,18 +67,6 @@ class InsideRollout:
                 "rollout method or in a hook"
             )
         return value
-
-
-def current_runner() -> Any:
-    """Return the runner of the running rollout; None outside a rollout."""
-    scope = _SCOPE.get()
-    return None if scope is None else scope.runner
-
-
-def current_trainer() -> TrainerView | None:
-    """Return the Trainer's settings in the running rollout; None outside a rollout."""
-    scope = _SCOPE.get()
-    return None if scope is None else scope.trainer
 
 
 RolloutResult = (
@@ -113,9 +102,9 @@ class LitAgent(Generic[Task]):
     trained_agents: str | None = None
     tracer = InsideRollout(get_active_tracer)
     """Tracer of the running rollout; outside a rollout an OutsideRolloutError."""
-    runner = InsideRollout(current_runner)
+    runner = InsideRollout(lambda: _SCOPE.get().runner)
     """Runner of the running rollout."""
-    trainer = InsideRollout(current_trainer)
+    trainer = InsideRollout(lambda: _SCOPE.get().trainer)
     """Settings of the Trainer in the running rollout: `tracer`, `hooks`, `n_runners` and `max_rollouts`."""
 
     def __init__(self, *, trained_agents: str | None = None) -> None:
@@ -231,10 +220,7 @@ class LitAgent(Generic[Task]):
     def _check_parameters(self, name: str) -> None:
         try:
             signature = inspect.signature(getattr(self, name))
-        except (
-            TypeError,
-            ValueError,
-        ):  # a callable written in C without a signature checks its arguments itself
+        except (TypeError, ValueError):  # written in C: it checks its arguments itself
             return
         try:
             signature.bind(None, resources=None, rollout=None)

@@ -68,6 +68,7 @@ MAX_SPANS = 10_000
 """Maximum number of spans in a body. OpenTelemetry's exporters send at most 512 by default."""
 MAX_COPIES = 16
 """Limit of the copies of resources, one per span, as a multiple of the limit of a body."""
+SCOPES = ("scopeSpans", "scope_spans")
 STATUS = {0: "UNSET", 1: "OK", 2: "ERROR"}
 IS_REMOTE = 0x200
 """Bit of a link's flags: the linked span is in another process."""
@@ -207,17 +208,11 @@ def _groups_of_json(data: bytes) -> list[_Group]:
             raise OtlpError("the body is JSON, but not an object")
         groups = []
         for sent in _members(document, "resourceSpans", "resource_spans"):
-            if scopes := list(
-                filter(
-                    None, (_listed(scope, "spans") for scope in _members(sent, "scopeSpans", "scope_spans"))
-                )
-            ):
-                shared = {
-                    name: value for name, value in sent.items() if name not in ("scopeSpans", "scope_spans")
-                }
-                groups.append(
-                    _Group(json_format.ParseDict(shared, ResourceSpans(), ignore_unknown_fields=True), scopes)
-                )
+            scopes = [spans for scope in _members(sent, *SCOPES) if (spans := _listed(scope, "spans"))]
+            if scopes:
+                shared = {name: value for name, value in sent.items() if name not in SCOPES}
+                parsed = json_format.ParseDict(shared, ResourceSpans(), ignore_unknown_fields=True)
+                groups.append(_Group(parsed, scopes))
     except OtlpError:
         raise
     except Exception as error:  # as above
@@ -467,12 +462,9 @@ async def _read(request: Request, max_bytes: int) -> bytes:
 def _assign_attempts(spans: list[Span], scope: tuple[str, str] | None) -> tuple[list[Span], list[str]]:
     """Return the spans that name an attempt or get the scope's, and the reasons for rejecting the others."""
     assigned, reasons = [], []
+    default = scope or ("", "")
     for span in spans:
-        named = (
-            (span.rollout_id or scope[0], span.attempt_id or scope[1])
-            if scope
-            else (span.rollout_id, span.attempt_id)
-        )
+        named = (span.rollout_id or default[0], span.attempt_id or default[1])
         if scope and named != scope:
             reasons.append(
                 f"it names attempt {named[1]:.80} of rollout {named[0]:.80}, but this URL belongs to another"
