@@ -161,8 +161,10 @@ LABEL = "raylight.runner"
 IDLE = "trap 'exit 0' TERM; while :; do sleep 3600 & wait $!; done"
 """First program of a container. It reaps the processes that others leave behind."""
 START_S, BUILD_S = 120.0, 3600.0
-RENAME = """for n in $1; do eval "export $n=\\"\\$RAYLIGHT_ENV_$n\\""; unset "RAYLIGHT_ENV_$n"; done
-shift; exec "$@" """
+RENAME = (
+    'for n in $1; do eval "export $n=\\"\\$RAYLIGHT_ENV_$n\\""; unset "RAYLIGHT_ENV_$n"; done; '
+    'shift; exec "$@"'
+)
 """Shell script that gives the variables named in its argument their names, and becomes the program."""
 SLIRP_HOST = "10.0.2.2"
 """Address of the machine's loopback in a network of slirp4netns."""
