@@ -10,8 +10,7 @@ from collections.abc import Sequence
 
 from raylight.errors import ConfigError, SandboxError
 from raylight.sandboxes.exec_sandbox import ExecSandbox
-from raylight.sandboxes.local_program import run_program
-from raylight.sandboxes.process import check_size, make_folder
+from raylight.sandboxes.process import check_size, make_folder, run_here
 from raylight.sandboxes.relay import (
     INSIDE_PORT,
     RELAY_FOLDER,
@@ -91,21 +90,17 @@ class BubblewrapSandbox(ExecSandbox):
             "HOME": WORKSPACE,
             "LANG": "C.UTF-8",
         }
-        inner = ["--chdir", self.path(program.cwd), "--", *self._inner(program.command)]
-        try:
-            arguments = [*self._wrapper(), *inner]
-            ended = await run_program(
-                arguments,
-                env=variables | dict(program.env),
-                cwd="/",
-                stdin=program.stdin,
-                timeout_s=program.timeout_s,
-            )
-            await check_size(self._folder_path(), self.limits)
-        except (OSError, ValueError) as error:  # ValueError: a null byte in an argument
-            raise SandboxError(
-                f"bubblewrap cannot be started: {error}; install bubblewrap on every machine with runners"
-            ) from None
+        relay = [] if self._relay is None else RELAYING
+        inner = ["--chdir", self.path(program.cwd), "--", *relay, *self.limits.limited(program.command)]
+        ended = await run_here(
+            [*self._wrapper(), *inner],
+            "bubblewrap",
+            env=variables | dict(program.env),
+            cwd="/",
+            stdin=program.stdin,
+            timeout_s=program.timeout_s,
+        )
+        await check_size(self._folder_path(), self.limits)
         return ended
 
     async def forward(self, url: str) -> str:
@@ -196,11 +191,3 @@ class BubblewrapSandbox(ExecSandbox):
                 "install it on every machine with runners, or run raylight as another user"
             )
         return ["setpriv", f"--reuid={self._user}", f"--regid={self._user}", "--clear-groups", "--"]
-
-    def _inner(self, command: Sequence[str]) -> list[str]:
-        """Return the command behind its limits and the relay."""
-        settings = self.limits.shell_commands()
-        relay = [] if self._relay is None else RELAYING
-        if not settings:
-            return [*relay, *command]
-        return [*relay, "sh", "-c", f'{" && ".join(settings)} && exec "$@"', "sh", *command]

@@ -22,8 +22,7 @@ import psutil
 
 from raylight.errors import SandboxError, SandboxUnavailableError
 from raylight.sandboxes.exec_sandbox import ExecSandbox
-from raylight.sandboxes.local_program import run_program
-from raylight.sandboxes.process import inherited_environment, make_folder
+from raylight.sandboxes.process import make_folder, run_here
 from raylight.sandboxes.relay import (
     INSIDE_PORT,
     RELAY_FOLDER,
@@ -118,17 +117,8 @@ class ToolSandbox(ExecSandbox):
         return SandboxUnavailableError(f"{self.TOOL} cannot start {self.image}: {message}")
 
     async def _tool(self, arguments: Sequence[str], timeout_s: float) -> ExecResult:
-        try:
-            return await run_program(
-                [self.TOOL, *arguments],
-                env=inherited_environment(),
-                timeout_s=timeout_s,
-                ends_children=False,  # what was started stays, and so does a network's service
-            )
-        except (OSError, ValueError) as error:
-            raise SandboxError(
-                f"{self.TOOL} cannot be started: {error}; install it on every machine with runners"
-            ) from None
+        # what was started stays, and so does a network's service
+        return await run_here([self.TOOL, *arguments], timeout_s=timeout_s, ends_children=False)
 
 
 OLD_LABELS = 1e9
@@ -275,12 +265,7 @@ class ContainerSandbox(ToolSandbox):
         """
         with tempfile.NamedTemporaryFile(prefix="raylight-image-") as file:
             command = [cls.TOOL, "build", "--quiet", "--iidfile", file.name, os.fspath(folder)]
-            try:
-                ended = await run_program(command, env=inherited_environment(), timeout_s=timeout_s)
-            except OSError as error:
-                raise SandboxError(
-                    f"{cls.TOOL} cannot be started: {error}; install it on every machine"
-                ) from None
+            ended = await run_here(command, timeout_s=timeout_s)
             image = await asyncio.to_thread(Path(file.name).read_text)
         if ended.status != 0 or not image:
             reason = (

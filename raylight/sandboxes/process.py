@@ -6,6 +6,7 @@ import asyncio
 import os
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from raylight._utils.files import read_bounded
 from raylight.errors import ConfigError, SandboxError, SandboxUnavailableError
@@ -23,6 +24,25 @@ COUNT_S = 60.0
 def inherited_environment() -> dict[str, str]:
     """Return the variables of this process that a program on this machine receives."""
     return {name: value for name, value in os.environ.items() if name not in PYTHON_VARIABLES}
+
+
+async def run_here(command: Sequence[str], name: str | None = None, **options: Any) -> ExecResult:
+    """Run a program of this machine, by default with the variables of `inherited_environment`.
+
+    Args:
+        name: name of the program for messages; by default the command's first word.
+        options: as in `run_program`.
+
+    Raises:
+        SandboxError: it cannot be started.
+    """
+    try:
+        return await run_program(command, **{"env": inherited_environment()} | options)
+    except (OSError, ValueError) as error:  # ValueError: a null byte in an argument
+        title = name or command[0]
+        raise SandboxError(
+            f"{title} cannot be started: {error}; install {title} on every machine with runners"
+        ) from None
 
 
 async def make_folder() -> SandboxFolder:
@@ -47,7 +67,7 @@ async def check_size(folder: str, limits: SandboxLimits) -> None:
     """
     if limits.file_mb is None:
         return
-    counted = await run_program(["du", "-sk", folder], env=inherited_environment(), timeout_s=COUNT_S)
+    counted = await run_here(["du", "-sk", folder], timeout_s=COUNT_S)
     size = counted.stdout.partition("\t")[0]
     if counted.timed_out or not size.isdigit() or int(size) >> 10 > limits.file_mb:
         found = f"take {int(size) >> 10} MiB" if size.isdigit() else f"cannot be counted in {COUNT_S:g} s"
@@ -99,21 +119,16 @@ class ProcessSandbox(Sandbox):
     async def run(self, program: SandboxProgram) -> ExecResult:
         environment = inherited_environment() | {"TMPDIR": self.workspace} | dict(program.env)
         folder = os.path.join(self.workspace, program.cwd)
-        try:
-            ended = await run_program(
-                self._limited(program.command),
-                env=environment,
-                cwd=folder,
-                stdin=program.stdin,
-                timeout_s=program.timeout_s,
-                limit_mark=True,
-            )
-            await check_size(self.workspace, self._limits)
-        except (OSError, ValueError) as error:  # ValueError: a null byte in an argument
-            raise SandboxError(
-                f"the program {program.command[0]} cannot be started: {error}; install it on every machine "
-                "with runners"
-            ) from None
+        ended = await run_here(
+            self._limits.limited(program.command),
+            program.command[0],
+            env=environment,
+            cwd=folder,
+            stdin=program.stdin,
+            timeout_s=program.timeout_s,
+            limit_mark=True,
+        )
+        await check_size(self.workspace, self._limits)
         return ended
 
     async def forward(self, url: str) -> str:
@@ -137,13 +152,6 @@ class ProcessSandbox(Sandbox):
         folder, self._folder = self._folder, None
         if folder is not None:
             await asyncio.to_thread(folder.remove)
-
-    def _limited(self, command: Sequence[str]) -> list[str]:
-        """Return the command behind a shell that sets its limits."""
-        settings = self._limits.shell_commands()
-        if not settings:
-            return list(command)
-        return ["/bin/sh", "-c", f'{" && ".join(settings)} && exec "$@"', "sh", *command]
 
     @staticmethod
     def _read(path: Path) -> bytes:

@@ -11,10 +11,10 @@ import secrets
 import signal
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
-from raylight.errors import SandboxError
-from raylight.sandboxes.local_program import TERMINATE_GRACE_S, run_program
-from raylight.sandboxes.process import inherited_environment
+from raylight.sandboxes.local_program import TERMINATE_GRACE_S
+from raylight.sandboxes.process import inherited_environment, run_here
 from raylight.sandboxes.sandbox import ExecResult, SandboxProgram
 
 MARK_VARIABLE = "RAYLIGHT_REMOTE_PROGRAM"
@@ -56,15 +56,9 @@ async def run_remote_program(
     mark = secrets.token_hex(16)
     variables = {**program.env, MARK_VARIABLE: mark}
 
-    async def run(command: Sequence[str], given: Mapping[str, str], **more: object) -> ExecResult:
-        outer = wrap(command, given)
+    async def run(command: Sequence[str], given: Mapping[str, str], **more: Any) -> ExecResult:
         variables = {f"{env_prefix}{name}": value for name, value in given.items()}
-        try:
-            return await run_program(outer, env=inherited_environment() | variables, **more)  # type: ignore[arg-type]
-        except (OSError, ValueError) as error:
-            raise SandboxError(
-                f"{outer[0]} cannot be started: {error}; install it on every machine with runners"
-            ) from None
+        return await run_here(wrap(command, given), env=inherited_environment() | variables, **more)
 
     async def end() -> None:
         await run(["sh", "-c", END_MARKED, "sh", mark], {}, timeout_s=END_S)

@@ -30,6 +30,12 @@ class SandboxLimits:
     network: bool = True
     """False: the sandbox reaches the model's endpoint and nothing else."""
 
+    def limited(self, command: Sequence[str]) -> list[str]:
+        """Return a command behind a shell that sets its limits."""
+        settings = self.shell_commands()
+        shell = ["/bin/sh", "-c", f'{" && ".join(settings)} && exec "$@"', "sh"] if settings else []
+        return [*shell, *command]
+
     def shell_commands(self) -> list[str]:
         """Return the commands of a shell that limit memory, files and processes of the programs it starts."""
         commands = []

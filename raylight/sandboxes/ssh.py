@@ -7,11 +7,11 @@ import secrets
 import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 from raylight.errors import SandboxError, SandboxUnavailableError
 from raylight.sandboxes.exec_sandbox import ExecSandbox
-from raylight.sandboxes.local_program import run_program
-from raylight.sandboxes.process import inherited_environment, make_folder
+from raylight.sandboxes.process import make_folder, run_here
 from raylight.sandboxes.relay import address_of, with_address
 from raylight.sandboxes.remote_program import MARK_VARIABLE, run_remote_program
 from raylight.sandboxes.sandbox import ExecResult, SandboxLimits, SandboxProgram
@@ -145,24 +145,5 @@ class SshSandbox(ExecSandbox):
         ]
         return ["ssh", *fixed, *self._arguments, *arguments, self._host, *([remote] if remote else [])]
 
-    async def _ssh(
-        self,
-        arguments: Sequence[str],
-        remote: str | None,
-        *,
-        stdin: bytes = b"",
-        timeout_s: float = STOP_S,
-        ends_children: bool = True,
-    ) -> ExecResult:
-        try:
-            return await run_program(
-                self._command(arguments, remote),
-                env=inherited_environment(),
-                stdin=stdin,
-                timeout_s=timeout_s,
-                ends_children=ends_children,
-            )
-        except (OSError, ValueError) as error:
-            raise SandboxError(
-                f"ssh cannot be started: {error}; install the OpenSSH client on every machine with runners"
-            ) from None
+    async def _ssh(self, arguments: Sequence[str], remote: str | None, **options: Any) -> ExecResult:
+        return await run_here(self._command(arguments, remote), **{"timeout_s": STOP_S} | options)
