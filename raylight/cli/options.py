@@ -10,15 +10,8 @@ import typer
 
 from raylight.types import JsonObject
 
-
-class Dtype(StrEnum):
-    """Values of `--dtype`."""
-
-    float32 = "float32"
-    bfloat16 = "bfloat16"
-    float16 = "float16"
-
-
+Dtype = StrEnum("Dtype", ["float32", "bfloat16", "float16"])
+"""Values of `--dtype`."""
 TASKS = "a .jsonl, .json or .parquet file, or the dotted name of a list or of a function that returns one."
 ENGINE = typer.Option(
     help="Inference engine: auto (by what is installed), transformers, vllm, upstream, or the dotted name of "

@@ -124,22 +124,10 @@ def export(
     print(f"wrote {output}")
 
 
-class TraceFormat(StrEnum):
-    """Values of `--format`."""
-
-    sft = "sft"
-    dpo = "dpo"
-    messages = "messages"
-    jsonl = "jsonl"
-
-
-class Split(StrEnum):
-    """Values of `--split`."""
-
-    train = "train"
-    val = "val"
-    test = "test"
-    all = "all"
+TraceFormat = StrEnum("TraceFormat", ["sft", "dpo", "messages", "jsonl"])
+"""Values of `--format`."""
+Split = StrEnum("Split", ["train", "val", "test", "all"])
+"""Values of `--split`."""
 
 
 def export_traces_command(

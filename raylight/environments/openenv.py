@@ -8,6 +8,7 @@ import functools
 import json
 import re
 from collections.abc import AsyncIterator, Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, ValidationError
@@ -112,27 +113,19 @@ class EpisodeDoneError(Exception):
     """The environment has ended the episode, so the model is not called any more."""
 
 
+@dataclass(eq=False)
 class Episode:
-    """An episode of an environment: text moves by `step`, or tools for `run_tool_loop`.
+    """An episode of an environment: text moves by `step`, or tools for `run_tool_loop`."""
 
-    Args:
-        parse: action from an answer of the model.
-        prompt: text of an observation.
-    """
-
-    def __init__(
-        self,
-        session: OpenEnvSession,
-        parse: Callable[[str], JsonObject],
-        prompt: Callable[[JsonObject], str],
-    ) -> None:
-        self.schemas: list[JsonObject] = []
-        self._session = session
-        self._parse = parse
-        self._prompt = prompt
-        self._rewards: list[float] = []
-        self._done = False
-        self._one_action = asyncio.Lock()
+    _session: OpenEnvSession
+    _parse: Callable[[str], JsonObject]
+    """Action from an answer of the model."""
+    _prompt: Callable[[JsonObject], str]
+    """Text of an observation."""
+    schemas: list[JsonObject] = field(default_factory=list)
+    _rewards: list[float] = field(default_factory=list)
+    _done: bool = False
+    _one_action: asyncio.Lock = field(default_factory=asyncio.Lock)
 
     async def begin(self, task: JsonObject) -> str:
         """Reset the environment; return its first observation.
@@ -253,6 +246,7 @@ class ServerMessage(BaseModel):
     data: JsonObject
 
 
+@dataclass(frozen=True, eq=False)
 class OpenEnvSession:
     """One environment on the server, for one episode: reset, step, state, close. Made by `open_session`.
 
@@ -262,11 +256,10 @@ class OpenEnvSession:
     connection, and EnvironmentServerError if it reports an error or its answer is not of OpenEnv's protocol.
     """
 
-    def __init__(self, url: str, http: Any, socket: Any, timeout_s: float) -> None:
-        self._url = url
-        self._http = http
-        self._socket = socket
-        self._timeout_s = timeout_s
+    _url: str
+    _http: Any
+    _socket: Any
+    _timeout_s: float
 
     async def action_schema(self) -> JsonObject:
         """Return the JSON schema of the environment's actions."""
