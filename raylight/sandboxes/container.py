@@ -32,7 +32,7 @@ from raylight.sandboxes.relay import (
     start_relay,
     with_address,
 )
-from raylight.sandboxes.remote_program import run_remote_program
+from raylight.sandboxes.remote_program import READ_BY_TOOLS, run_remote_program
 from raylight.sandboxes.sandbox import ExecResult, SandboxLimits, SandboxProgram
 
 STOP_S = 60.0
@@ -72,7 +72,7 @@ class ToolSandbox(ExecSandbox):
     def _exec_arguments(
         self, program: Sequence[str], variables: Mapping[str, str], cwd: str
     ) -> Sequence[str]:
-        """Return the tool's arguments that run a program. They have no values of variables."""
+        """Return the tool's arguments that run a program, with values of `READ_BY_TOOLS` only."""
 
     @abstractmethod
     def _stop_arguments(self) -> Sequence[str]:
@@ -151,11 +151,6 @@ LABEL = "raylight.runner"
 IDLE = "trap 'exit 0' TERM; while :; do sleep 3600 & wait $!; done"
 """First program of a container. It reaps the processes that others leave behind."""
 START_S, BUILD_S = 120.0, 3600.0
-RENAME = (
-    'for n in $1; do eval "export $n=\\"\\$RAYLIGHT_ENV_$n\\""; unset "RAYLIGHT_ENV_$n"; done; '
-    'shift; exec "$@"'
-)
-"""Shell script that gives the variables named in its argument their names, and becomes the program."""
 SLIRP_HOST = "10.0.2.2"
 """Address of the machine's loopback in a network of slirp4netns."""
 
@@ -186,7 +181,6 @@ class ContainerSandbox(ToolSandbox):
         "manifest unknown",
         "unable to find image",
     )
-    ENV_PREFIX = "RAYLIGHT_ENV_"  # the tool itself reads HOME, PATH and others
 
     def __init__(
         self,
@@ -211,10 +205,12 @@ class ContainerSandbox(ToolSandbox):
     def _exec_arguments(
         self, program: Sequence[str], variables: Mapping[str, str], cwd: str
     ) -> Sequence[str]:
-        # the values are inherited
-        names = [part for name in variables for part in ("--env", self.ENV_PREFIX + name)]
-        renaming = ["sh", "-c", RENAME, "sh", " ".join(variables)]
-        return ["exec", "--interactive", "--workdir", cwd, *names, self._name, *renaming, *program]
+        given = [
+            part
+            for name, value in variables.items()  # other values are inherited
+            for part in ("--env", f"{name}={value}" if READ_BY_TOOLS.fullmatch(name) else name)
+        ]
+        return ["exec", "--interactive", "--workdir", cwd, *given, self._name, *program]
 
     def _stop_arguments(self) -> Sequence[str]:
         return ["rm", "--force", "--volumes", self._name]

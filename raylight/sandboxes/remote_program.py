@@ -7,6 +7,7 @@ by which they are found and ended.
 from __future__ import annotations
 
 import asyncio
+import re
 import secrets
 import signal
 from collections.abc import Callable, Mapping, Sequence
@@ -30,6 +31,11 @@ while [ $n -lt {int(TERMINATE_GRACE_S * 100)} ] && [ -n "$(marked "$1")" ]; do {
 send -KILL "$1"
 """
 """Shell script that ends all processes with the mark that is its argument: SIGTERM, after 3 s SIGKILL."""
+READ_BY_TOOLS = re.compile(
+    r"HOME|PATH|TMPDIR|(XDG|LD)_\w+|STORAGE_(DRIVER|OPTS)|CONTAINERS_\w*CONF\w*|"
+    r"CONTAINER_(HOST|CONNECTION|SSHKEY)|DOCKER_(HOST|CONFIG|CONTEXT|CERT_PATH|TLS\w*)"
+)
+"""Variables that podman and docker read themselves, such as the folder of the containers; no keys."""
 END_S = 30.0
 """Time that ending a program may take."""
 
@@ -45,7 +51,8 @@ async def run_remote_program(
 
     Args:
         wrap: returns the command of this machine for a program and its variables. Their values reach it by
-            its environment, never by its arguments, which all users can read.
+            its environment, never by its arguments, which all users can read, but `READ_BY_TOOLS` without a
+            prefix by these only.
         program: the program; its `cwd` is left to `wrap`.
         env_prefix: prefix of the names of its variables in the environment of the command of this machine.
         ends_children: end what the program left behind.
@@ -57,7 +64,11 @@ async def run_remote_program(
     variables = {**program.env, MARK_VARIABLE: mark}
 
     async def run(command: Sequence[str], given: Mapping[str, str], **more: Any) -> ExecResult:
-        variables = {f"{env_prefix}{name}": value for name, value in given.items()}
+        variables = {
+            f"{env_prefix}{name}": value
+            for name, value in given.items()
+            if env_prefix or READ_BY_TOOLS.fullmatch(name) is None
+        }
         return await run_here(wrap(command, given), env=inherited_environment() | variables, **more)
 
     async def end() -> None:
