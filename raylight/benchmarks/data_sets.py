@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 from raylight.benchmarks.catalogue import Benchmark
 from raylight.errors import DatasetError
-from raylight.trainer.spec.task_files import FileTasks, read_tasks
+from raylight.trainer.spec.task_files import FileTasks, json_lines, read_tasks
 
 
 def read_rows(benchmark: Benchmark, source: str | None = None, limit: int | None = None) -> FileTasks:
@@ -41,9 +40,7 @@ def read_rows(benchmark: Benchmark, source: str | None = None, limit: int | None
 
 
 def _read(path: Path) -> list[Any]:
-    if path.suffix != ".json":
-        return read_tasks(path)
-    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
+    return list(json_lines(path)) if path.suffix == ".json" else read_tasks(path)
 
 
 def _find(benchmark: Benchmark, name: str, folder: Path | None) -> Path:

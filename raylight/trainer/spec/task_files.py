@@ -57,10 +57,11 @@ def read_tasks(path: str | Path, limit: int | None = None) -> FileTasks:
 def _tasks(path: Path) -> Iterator[object]:
     if path.suffix == ".parquet":
         return _parquet_rows(path)
-    return _json_entries(path) if path.suffix == ".json" else _json_lines(path)
+    return _json_entries(path) if path.suffix == ".json" else json_lines(path)
 
 
-def _json_lines(path: Path) -> Iterator[object]:
+def json_lines(path: Path) -> Iterator[object]:
+    """Yield the value of each line of a file."""
     with path.open(encoding="utf-8") as file:
         for number, line in enumerate(file, 1):
             if line.strip():

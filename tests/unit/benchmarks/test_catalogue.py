@@ -1,6 +1,7 @@
 """The catalogue, the rows of its data sets, and its agent with scripted answers."""
 
 import dataclasses
+import json
 import pickle
 import shutil
 from pathlib import Path
@@ -71,6 +72,20 @@ def test_a_folder_in_the_layout_of_the_hub(tmp_path: Path) -> None:
     parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "main/test-00000-of-00001.parquet")
     assert list(read_rows(BENCHMARKS["gsm8k"], str(tmp_path))) == rows
     assert list(read_rows(BENCHMARKS["gsm8k"], str(tmp_path), 2)) == rows[:2]
+
+
+def test_lines_of_json_end_at_newlines_only(tmp_path: Path) -> None:
+    folder = shutil.copytree(SAMPLES / "bfcl", tmp_path / "bfcl")
+    file = folder / "BFCL_v3_simple.json"
+    content = file.read_text(encoding="utf-8")
+    row = content.split("\n")[0]
+    text = json.loads(row)["question"][0][0]["content"]
+    file.write_text(content.replace(text[:4], f"{text[:4]}\u2028\x85", 1), encoding="utf-8")
+    rows = read_rows(BENCHMARKS["bfcl"], str(folder))
+    assert rows[0]["question"][0][0]["content"] == f"{text[:4]}\u2028\x85{text[4:]}"
+    file.write_text("{", encoding="utf-8")
+    with pytest.raises(DatasetError, match="line 1 is not valid JSON"):
+        read_rows(BENCHMARKS["bfcl"], str(folder))
 
 
 def test_a_missing_file_is_named_with_the_command_that_fetches_it(tmp_path: Path) -> None:
