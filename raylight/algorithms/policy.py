@@ -228,36 +228,36 @@ class PolicyAlgorithm(PolicySettings, BaseAlgorithm):
         return tuple(name for name, model in self.models.items() if not model.trained)
 
     @model_validator(mode="after")
-    def _check_step_size(self) -> Self:
+    def _check_together(self) -> Self:
         if self.tasks_per_step * self.group_size > MAX_ROLLOUTS:
             raise ValueError(
                 f"tasks_per_step={self.tasks_per_step} with group_size={self.group_size} is more than "
                 f"{MAX_ROLLOUTS:,} rollouts in one step, which are in memory together; lower them"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _check_named_rewards(self) -> Self:
         if self.reward_weights is not None and self.turn_rewards:
             raise ValueError(
                 "reward_weights are of the final rewards of rollouts, and turn_rewards adds others to them; "
                 "set turn_rewards=False"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _check_agent_weights(self) -> Self:
         if self.agent_weights and self.credit != "agent":
             raise ValueError('agent_weights are read with credit="agent"')
-        return self
-
-    @model_validator(mode="after")
-    def _check_override(self) -> Self:
         if self.training_temperature is not None and self.training_temperature < GREEDY_BELOW:
             raise ValueError(
                 "override_sampling samples training rollouts at the temperature of sampling_parameters, "
                 "which is 0, so that all rollouts of a group would be equal; set a temperature above 0"
             )
+        if self.patience is not None and (self.best is None or not self.val_every):
+            raise ValueError(
+                "patience needs validations of a metric: set best to its name and val_every to 1 or more"
+            )
+        if self.min_delta and self.patience is None:
+            raise ValueError("nothing reads min_delta without patience")
+        if self.has_teacher and not self.teacher_models:
+            raise ValueError(
+                f"adv_estimator {self.advantage.name!r} needs a teacher; use rl.OPD(teacher=...)"
+            )
+        if self.rejects_unused_settings and (names := unused_settings(self)):
+            raise ValueError(f"nothing reads {'; '.join(names)}")
         return self
 
     @property
@@ -267,30 +267,6 @@ class PolicyAlgorithm(PolicySettings, BaseAlgorithm):
             return None
         temperature = self.sampling_parameters.get("temperature")
         return 1.0 if temperature is None else float(temperature)
-
-    @model_validator(mode="after")
-    def _check_patience(self) -> Self:
-        if self.patience is not None and (self.best is None or not self.val_every):
-            raise ValueError(
-                "patience needs validations of a metric: set best to its name and val_every to 1 or more"
-            )
-        if self.min_delta and self.patience is None:
-            raise ValueError("nothing reads min_delta without patience")
-        return self
-
-    @model_validator(mode="after")
-    def _check_teacher(self) -> Self:
-        if self.has_teacher and not self.teacher_models:
-            raise ValueError(
-                f"adv_estimator {self.advantage.name!r} needs a teacher; use rl.OPD(teacher=...)"
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _check_all_read(self) -> Self:
-        if self.rejects_unused_settings and (names := unused_settings(self)):
-            raise ValueError(f"nothing reads {'; '.join(names)}")
-        return self
 
     def arguments(self) -> JsonObject:
         """Return the arguments that construct an equal algorithm, as JSON values."""
