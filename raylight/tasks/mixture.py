@@ -95,13 +95,6 @@ class MixtureSampler(NamedSamplers):
         name, inner = self._pick(number)
         self._samplers[name].observe(inner, reward)
 
-    def state_dict(self) -> JsonObject:
-        return {name: sampler.state_dict() for name, sampler in self._samplers.items()}
-
-    def load_state_dict(self, state: JsonObject) -> None:
-        for name, sampler in self._samplers.items():
-            sampler.load_state_dict(state.get(name, {}))
-
     def _pick(self, number: int) -> tuple[str, int]:
         while len(self._picks) <= number:
             drawn = len(self._picks) + 1

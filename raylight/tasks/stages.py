@@ -115,7 +115,7 @@ class StageSampler(NamedSamplers):
             "recent": list(self._recent),
             "counts": dict(self._counts),
             "open": [[number, *place] for number, place in sorted(self._open.items())],
-            "inner": {name: sampler.state_dict() for name, sampler in self._samplers.items()},
+            "inner": super().state_dict(),
         }
 
     def load_state_dict(self, state: JsonObject) -> None:
@@ -125,8 +125,7 @@ class StageSampler(NamedSamplers):
         self._recent.clear()
         self._recent.extend(state["recent"])
         self._open = {number: (name, inner) for number, name, inner in state["open"]}
-        for name, sampler in self._samplers.items():
-            sampler.load_state_dict(state["inner"][name])
+        super().load_state_dict(state["inner"])
 
     def metrics(self) -> dict[str, float]:
         return {"stage": float(self._stage), **super().metrics()}

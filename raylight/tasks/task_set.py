@@ -154,6 +154,13 @@ class NamedSamplers(SetSampler):
         for sampler in self._samplers.values():
             sampler.close()
 
+    def state_dict(self) -> JsonObject:
+        return {name: sampler.state_dict() for name, sampler in self._samplers.items()}
+
+    def load_state_dict(self, state: JsonObject) -> None:
+        for name, sampler in self._samplers.items():
+            sampler.load_state_dict(state.get(name, {}))
+
     def metrics(self) -> dict[str, float]:
         return {
             f"{name}/{metric}": value
