@@ -45,10 +45,8 @@ class Judge:
             raise ConfigError(f"attempts={attempts} and max_concurrent={max_concurrent} must be at least 1")
         self._llm, self._name, self._attempts = llm, name, attempts
         self.model = llm.model
-        self._free, self._max_concurrent = (
-            dict[asyncio.AbstractEventLoop, asyncio.Semaphore](),
-            max_concurrent,
-        )
+        self._max_concurrent = max_concurrent
+        self._free: dict[asyncio.AbstractEventLoop, asyncio.Semaphore] = {}
 
     async def ask(self, messages: list[Message], read: Callable[[Any], Verdict]) -> Verdict:
         """Return what `read` makes of the JSON value in the model's answer.

@@ -8,13 +8,7 @@ from functools import cached_property
 
 from raylight._utils.aio import task_group
 from raylight.errors import ConfigError, GroupRewardError
-from raylight.rewards.group import (
-    GroupReward,
-    GroupRollout,
-    call_group_reward,
-    identify,
-    record_turns,
-)
+from raylight.rewards.group import GroupReward, GroupRollout, call_group_reward, identify, record_turns
 from raylight.rewards.scoring_model import ScoringModel, find_reward_models
 from raylight.traces.messages import OpenAIMessages, TraceToMessages
 

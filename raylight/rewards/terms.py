@@ -146,10 +146,7 @@ class RewardSum:
                 f"{', '.join(terms)}"
             )
         self._terms, self._weights = dict(terms), {name: weights.get(name, 1.0) for name in terms}
-        self.identity = {
-            "terms": {name: identify(term) for name, term in terms.items()},
-            "weights": self._weights,
-        }
+        self.identity = [{name: identify(term) for name, term in terms.items()}, self._weights]
 
     @property
     def reward_models(self) -> list[ScoringModel]:

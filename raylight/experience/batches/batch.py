@@ -178,14 +178,11 @@ class BatchRules(RowRules):
         if self.rewards.final_reward(item) is None:
             return [item]
         # agents first: only the whole rollout shows which call came before a turn reward
-        parts = self._split_by_agent(item) if self.by_agent else [item]
+        calls = [call for calls in self.split_calls(item) for call in calls] if self.by_agent else []
+        parts = split_by_agent(item, calls) if calls else [item]
         if self.models:
             parts = [part for whole in parts for part in split_by_model(whole, self.models)]
         return parts or [item]
-
-    def _split_by_agent(self, item: FinishedRollout) -> list[FinishedRollout]:
-        calls = [call for calls in self.split_calls(item) for call in calls]
-        return split_by_agent(item, calls) if calls else [item]
 
     def without_other_models(self, item: FinishedRollout) -> FinishedRollout:
         """Return a rollout without the calls of models that are not trained."""

@@ -109,17 +109,14 @@ def _conversation(row: Trajectory, spans: Sequence[Mapping[str, object]]) -> Con
     prompts = [json.loads(str(span[INPUT_MESSAGES])) for span in spans]
     (answer,) = json.loads(str(last[OUTPUT_MESSAGES]))[:1]
     messages = [*prompts[-1], answer]
+    answers = {place for place, message in enumerate(messages) if message.get("role") == "assistant"}
     # each call's answer follows its prompt; all other answers were given
-    sampled = sorted({len(prompt) for prompt in prompts if _is_answer(messages, len(prompt))})
+    sampled = sorted(answers & set(map(len, prompts)))
     marked = [
-        {**message, "weight": 0} if message.get("role") == "assistant" and place not in sampled else message
+        {**message, "weight": 0} if place in answers and place not in sampled else message
         for place, message in enumerate(messages)
     ]
     return Conversation(marked, sampled, json.loads(str(last.get(TOOL_DEFINITIONS) or "[]")), row)
-
-
-def _is_answer(messages: list[JsonObject], place: int) -> bool:
-    return place < len(messages) and messages[place].get("role") == "assistant"
 
 
 def _is_chat(span: Mapping[str, object]) -> bool:

@@ -104,9 +104,8 @@ class GroupGrader:
                 error, rewards = f"{type(failure).__name__}: {failure}", [{}] * len(group)
                 self._show(failure)
         grades = [
-            (item, given | {name: value for name, value in item.rewards.items() if name not in given})
-            if given
-            else (item, {})
+            # given rewards go first; without any, the rollout is not scored
+            given and {**given, **item.rewards, **given}
             for item, given in zip(ungraded, rewards, strict=True)
         ]
         first = stored[0].rollout.attempt
@@ -116,13 +115,13 @@ class GroupGrader:
             item.rollout.rollout_id: _grade_span(
                 item, given, error, recorded.turns.get(item.rollout.rollout_id, {}) if given else {}
             )
-            for known, (item, given) in zip(stored, grades, strict=True)
-            if not _is_graded(known)
+            for item, given in zip(stored, grades, strict=True)
+            if not _is_graded(item)
         }
         await self._store.grade([*spans, *graded.values()])
         return [
             item if _is_graded(item) else _with_grade(item, given, error, graded[item.rollout.rollout_id])
-            for item, (_, given) in zip(group, grades, strict=True)
+            for item, given in zip(group, grades, strict=True)
         ]
 
     async def _call(self, group: list[GroupRollout]) -> list[dict[str, float]]:
