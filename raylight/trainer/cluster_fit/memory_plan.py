@@ -214,7 +214,8 @@ def _changes(run: PlannedRun, cluster: ClusterShape) -> Iterator[_Change]:
             yield _Change({"learner.n": ranks})
         yield _Change({"learner.optimizer_offload": True})
         yield _Change({"learner.param_offload": True})
-    if run.learner.lora is None:
+    full_only = run.learner.train_vision or run.settings.optimizer == "muon"
+    if run.learner.lora is None and not full_only:
         yield _Change({"learner.lora.rank": LORA_RANK})
 
 

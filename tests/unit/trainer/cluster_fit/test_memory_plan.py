@@ -318,6 +318,20 @@ def test_only_needed_changes_are_named(dense):
     assert plan.remedies == ("learner.n=4",)
 
 
+@pytest.mark.parametrize(
+    ("settings", "learner", "remedies"),
+    [
+        ({}, {}, ("learner.lora.rank=16",)),
+        ({"optimizer": "muon"}, {}, ()),
+        ({}, {"train_vision": True}, ()),
+    ],
+)
+def test_no_adapter_is_a_remedy_where_learners_refuse_it(dense, settings, learner, remedies):
+    run = planned(dense, PolicySettings(**settings), n=1, **learner)
+    small = ClusterShape((NodeShape(1000 * GIB, 5, 48 * GIB),))
+    assert make_plan(run, small).remedies == remedies
+
+
 @pytest.mark.parametrize("role", ["teachers", "reward_models"])
 def test_a_remedy_leaves_gpus_to_models_that_score(dense, role):
     engine = EngineConfig(
