@@ -157,7 +157,11 @@ def fit_hardware(
     settings: TrainedSettings, requested: EngineConfig, facts: ClusterFacts
 ) -> tuple[TrainedSettings, tuple[str, ...]]:
     """Return the settings with engine, learners and runners for the cluster's nodes, and messages for the
-    user."""
+    user.
+
+    Raises:
+        ConfigError: the engine or router replay does not fit.
+    """
     training, runner = settings.training, settings.runner
     hardware = facts.hardware.without(*(model.engine for model in settings.scoring_models))
     policy = training.algorithm.policy_settings()
@@ -169,6 +173,8 @@ def fit_hardware(
             engine = at_once(engine, rollouts, engine.replicas)
         runner = at_once(runner, rollouts, runner.n)
     engine = facts.engine_on_nodes(requested, engine)
+    if training.learner.router_replay:
+        engine = engine_with_routes(engine, settings.serving.model_path)
     settings = _with_parts(settings, engine, choice.learner or training.learner)
     return replace(settings, runner=runner), choice.notes
 
@@ -282,7 +288,7 @@ def finish_trained(settings: TrainedSettings) -> TrainedSettings:
     """Return the settings with those that follow from the final engine and learners.
 
     Raises:
-        ConfigError: the transport, the limit of mismatches, the adapter or router replay does not fit.
+        ConfigError: the transport, the limit of mismatches or the adapter does not fit.
     """
     serving, training = settings.serving, settings.training
     learner, overlaps = training.learner, training.algorithm.max_staleness > 0
@@ -293,7 +299,5 @@ def finish_trained(settings: TrainedSettings) -> TrainedSettings:
         if opponents is not None:  # the initial one stays for validation, and one is exchanged for another
             served += opponents.pool + 2
         engine = engine_with_adapter(engine, serving.model_path, lora, served)
-    if learner.router_replay:
-        engine = engine_with_routes(engine, serving.model_path)
     settings = _with_parts(settings, engine, learner)
     return replace(settings, training=replace(training, algorithm=algorithm))

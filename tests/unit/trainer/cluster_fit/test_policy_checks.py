@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from run_settings import policy_settings
+from run_settings import KnownFacts, policy_settings
 from unit_helpers import ReachedRay
 
 from raylight.agent.decorators import rollout
@@ -16,7 +16,7 @@ from raylight.errors import AgentSignatureError, ConfigError
 from raylight.learner.model.adapter import adapted_layers
 from raylight.quickstart import STARTER_MODEL
 from raylight.traces.triplets import TracerTraceToTriplet
-from raylight.trainer.cluster_fit.cluster_settings import finish_trained
+from raylight.trainer.cluster_fit.cluster_settings import finish_trained, fit_hardware
 from raylight.trainer.cluster_fit.hardware import Hardware, Workload, choose
 from raylight.trainer.cluster_fit.policy_checks import (
     check_models,
@@ -261,10 +261,10 @@ def test_several_models_are_adapters_that_engines_serve(tmp_path: Path):
 
 
 def with_replay(model: str, **engine: Any) -> EngineConfig:
-    """Return the engine of a run with router replay."""
-    learner = LearnerConfig(router_replay=True)
-    settings = policy_settings(model, EngineConfig(**engine), learner, GRPO(model="m"))
-    return finish_trained(settings).serving.engine
+    """Return the engine of a run with router replay, as its memory is planned."""
+    config, learner = EngineConfig(**engine), LearnerConfig(router_replay=True)
+    settings = policy_settings(model, config, learner, GRPO(model="m"))
+    return fit_hardware(settings, config, KnownFacts())[0].serving.engine
 
 
 def test_router_replay_needs_a_mixture_and_an_engine_that_records_routes(tmp_path: Path) -> None:
