@@ -244,40 +244,38 @@ class VersionSequence:
         last: highest version that was published, or is being published.
         received: highest version of the weights that any replica has received, perhaps after its publication
             had failed. 0 is the model as loaded.
-        awaits_repetition: True from a restart of the coordinator, or the failure of a publication, until the
-            next one, if it may publish the version again that replicas have received.
-        is_restored: True from a restart until the next publication: the caller of the last one repeats it, if
-            it ended and the answer was lost.
+        repeatable: version that may be published again although replicas have received it: its publication
+            failed, or the coordinator was restarted and its answer may be lost. None after the next one.
     """
 
     last: int = -1
     received: int = 0
-    awaits_repetition: bool = False
-    is_restored: bool = False
+    repeatable: int | None = None
 
     @property
     def used(self) -> int:
-        """The highest version that must not be published again."""
-        is_known = self.awaits_repetition or not self.received
+        """The highest version that must not be published again, unless it is `repeatable`."""
+        is_known = self.repeatable is not None or not self.received
         return self.last if is_known else max(self.last, self.received)
 
     def accepts(self, version: int) -> bool:
         """Return True if a version may be published."""
-        return version > self.used or (self.is_restored and version == self.last)
+        return version > self.used or version == self.repeatable
 
     def begin(self, version: int) -> None:
-        self.last, self.awaits_repetition, self.is_restored = version, False, False
+        self.last, self.repeatable = version, None
 
     def fail(self, last: int) -> None:
         """Note that a publication of weights failed, before which `last` was the highest version."""
-        self.last, self.awaits_repetition = last, self.received >= self.last
+        self.repeatable = self.last if last < self.last <= self.received else None
+        self.last = last
 
     def note_received(self, version: int) -> None:
         """Note that a replica has received a version of the weights."""
         self.received = max(self.received, version)
 
     def restore(self, snapshot: Snapshot) -> None:
-        self.last, self.awaits_repetition, self.is_restored = snapshot.version, True, True
+        self.last = self.repeatable = snapshot.version
         self.note_received(snapshot.received)
 
 
