@@ -73,8 +73,6 @@ def read_build_steps(dockerfile: Path) -> BuildSteps:
 
 def _take(steps: BuildSteps, name: str, rest: str, folder: Path) -> None:
     """Add one instruction."""
-    if name in IGNORED:
-        return
     if name == "WORKDIR":
         steps.workdir = posixpath.join(steps.workdir, steps.expand(rest.strip("\"'")))
     elif name == "ENV":  # all values of an instruction refer to the variables before it
@@ -87,7 +85,7 @@ def _take(steps: BuildSteps, name: str, rest: str, folder: Path) -> None:
         steps.commands.append((steps.workdir, command))
     elif name in ("COPY", "ADD"):
         steps.copies += _copies(rest, steps, folder)
-    else:
+    elif name not in IGNORED:
         raise DatasetError(f"{name} needs an image; use a sandbox with images, such as podman")
 
 

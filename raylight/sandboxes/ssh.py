@@ -58,7 +58,7 @@ class SshSandbox(ExecSandbox):
         self._folder = await make_folder()
         # the connection stays in the background for the programs that follow
         ended = await self._ssh(
-            ["-o", "ControlMaster=auto", "-o", f"ControlPersist={PERSIST_S}"],
+            ["-oControlMaster=auto", f"-oControlPersist={PERSIST_S}"],
             "mktemp -d -t raylight-XXXXXXXX",
             timeout_s=2 * CONNECT_S,
             ends_children=False,
@@ -135,14 +135,7 @@ class SshSandbox(ExecSandbox):
         return f". {path} && rm {path}"
 
     def _command(self, arguments: Sequence[str], remote: str | None) -> list[str]:
-        fixed = [
-            "-o",
-            "BatchMode=yes",
-            "-o",
-            f"ConnectTimeout={CONNECT_S}",
-            "-S",
-            f"{self._folder_path()}/connection",
-        ]
+        fixed = ["-oBatchMode=yes", f"-oConnectTimeout={CONNECT_S}", f"-S{self._folder_path()}/connection"]
         return ["ssh", *fixed, *self._arguments, *arguments, self._host, *([remote] if remote else [])]
 
     async def _ssh(self, arguments: Sequence[str], remote: str | None, **options: Any) -> ExecResult:
