@@ -129,7 +129,7 @@ class UpstreamEngine(InferenceOnlyEngine):
                 await JSONResponse(self._models())(scope, receive, tracked)
             elif scope["path"] in FORWARDED_PATHS and scope["method"] == "POST":
                 body = self._rename_model((await json_request(scope, receive)).fields)
-                await self._run_until_disconnect(self._forward(scope, body, tracked), receive)
+                await self._run_until_disconnect(self._forward(scope, receive, tracked, body), receive)
             else:
                 raise RequestError("an upstream model has no such route", 404, "not_found_error")
         except RequestError as error:
@@ -180,7 +180,7 @@ class UpstreamEngine(InferenceOnlyEngine):
             task.cancel()  # no effect on a finished task
             await asyncio.wait([task])
 
-    async def _forward(self, scope: Scope, body: bytes, send: _TrackedSend) -> None:
+    async def _forward(self, scope: Scope, receive: Receive, send: _TrackedSend, body: bytes) -> None:
         """Send the request to the upstream, and its response to the client as it arrives.
 
         Raises:
@@ -203,15 +203,7 @@ class UpstreamEngine(InferenceOnlyEngine):
                         headers.setdefault("x-should-retry", "false")
                     refusal = error_response(error)
                     refusal.headers.update(headers | {"content-type": "application/json"})
-                    await send(
-                        {
-                            "type": "http.response.start",
-                            "status": refusal.status_code,
-                            "headers": refusal.raw_headers,
-                        }
-                    )
-                    await send({"type": "http.response.body", "body": refusal.body})
-                    return
+                    return await refusal(scope, receive, send)
                 raw = [(name.encode(), value.encode()) for name, value in headers.items()]
                 await send({"type": "http.response.start", "status": response.status_code, "headers": raw})
                 async for piece in response.aiter_bytes():

@@ -347,37 +347,31 @@ class TransformersEngine:
     async def logprobs(
         self, ids: list[int], adapter: str | None = None, temperature: float = 1.0
     ) -> list[float]:
-        self._check_scored(ids)
-
         def compute() -> list[float]:
             loaded = self._decoder.adapters.find(adapter) if adapter is not None else None
             if adapter is not None and loaded is None:
                 raise WeightSyncError(f"there is no adapter {adapter!r}")
-            self._check_scores()
             return self._decoder.logprobs(ids, loaded, temperature)
 
-        return await self._run(compute)
+        return await self._score(ids, compute)
 
     async def top_logprobs(self, ids: list[int], k: int, temperature: float = 1.0) -> TopLogprobs:
-        self._check_scored(ids)
+        return await self._score(ids, lambda: self._decoder.top_logprobs(ids, k, temperature))
 
-        def compute() -> TopLogprobs:
-            self._check_scores()
-            return self._decoder.top_logprobs(ids, k, temperature)
-
-        return await self._run(compute)
-
-    def _check_scored(self, ids: list[int]) -> None:
+    async def _score(self, ids: list[int], compute: Callable[[], T]) -> T:
         if not 2 <= len(ids) <= self.max_model_len or min(ids) < 0 or max(ids) >= self.vocab_size:
             raise WeightSyncError(
                 f"log-probs need 2 to {self.max_model_len} token ids from 0 to {self.vocab_size - 1}"
             )
 
-    def _check_scores(self) -> None:
-        if self._worker.asleep:
-            raise WeightSyncError("the engine is asleep; wake it first")
-        if self._incomplete:
-            raise WeightSyncError("an update of the weights was broken off; publish a new version")
+        def checked() -> T:
+            if self._worker.asleep:
+                raise WeightSyncError("the engine is asleep; wake it first")
+            if self._incomplete:
+                raise WeightSyncError("an update of the weights was broken off; publish a new version")
+            return compute()
+
+        return await self._run(checked)
 
     async def _run(self, action: Callable[[], T], mode: UpdateMode = "keep") -> T:
         """Run an action between two decoding steps; under "wait", when nothing is in flight."""
