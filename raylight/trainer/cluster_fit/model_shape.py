@@ -254,8 +254,12 @@ def _traced_peak(
     checkpointing: bool = False,
     trains: bool = True,
 ) -> int:
-    """Return the peak of a pass without weights and gradients, in bytes."""
-    from torch._subclasses.fake_tensor import FakeTensorMode
+    """Return the peak of a pass without weights and gradients, in bytes.
+
+    It is an estimate for experts whose code reads how many tokens each of them has, which fake tensors do not
+    know.
+    """
+    from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 
     scale = 1
     if dtype == torch.float32 and _is_mixture(read_config(path).get_text_config()):
@@ -272,10 +276,16 @@ def _traced_peak(
                 counter.ignore(param.grad)
         ids = torch.zeros(rows, length, dtype=torch.long)
         positions = torch.arange(length).expand(rows, -1)
-        with counter, torch.set_grad_enabled(trains):
-            states = language_part(model)(input_ids=ids, position_ids=positions, use_cache=False)[0]
-            if trains:
-                states.backward(torch.zeros_like(states))
+        try:
+            with counter, torch.set_grad_enabled(trains):
+                states = language_part(model)(input_ids=ids, position_ids=positions, use_cache=False)[0]
+                if trains:
+                    states.backward(torch.zeros_like(states))
+        except DataDependentOutputException:
+            packed = sum(sum(param.shape[1:]) for param in model.parameters() if param.dim() == 3)
+            chosen = getattr(model.config.get_text_config(), "num_experts_per_tok", None) or 1
+            width = activation_bytes(model) // 4 + chosen * packed
+            return scale * rows * length * width * dtype.itemsize
     return scale * counter.peak
 
 

@@ -5,12 +5,12 @@ from pathlib import Path
 import pytest
 import torch
 from tiny_vlms import build_vlm
-from transformers import AutoConfig
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from raylight.config import EngineConfig, LearnerConfig, LoraConfig
 from raylight.experience.settings.policy_settings import PolicySettings
 from raylight.learner.model.vision import FEATURE_BYTES
-from raylight.trainer.cluster_fit.local_memory import estimate_memory
+from raylight.trainer.cluster_fit.local_memory import TensorMemoryCounter, estimate_memory
 from raylight.trainer.cluster_fit.model_shape import (
     _traced_peak,
     adapter_parameters,
@@ -69,6 +69,23 @@ def test_few_layers_show_the_activations_of_all(model_type: str, checkpointing: 
     whole = _traced_peak(str(tmp_path), 8, 2, 16, torch.bfloat16, checkpointing)
     found = measure_activations(str(tmp_path), 2, 16, torch.bfloat16, 8, checkpointing)
     assert found == pytest.approx(whole, rel=0.01)
+
+
+def test_experts_that_read_their_numbers_of_tokens_are_estimated(tmp_path: Path) -> None:
+    sizes = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 4, "num_attention_heads": 4}
+    experts = {"num_local_experts": 4, "num_experts_per_tok": 2}
+    config = AutoConfig.for_model("granitemoe", vocab_size=64, **sizes, **experts)
+    config.save_pretrained(tmp_path)
+    model = AutoModelForCausalLM.from_config(config)
+    with TensorMemoryCounter() as counter:
+        for parameter in model.parameters():
+            counter.ignore(parameter)
+        states = model.model(torch.zeros(2, 256, dtype=torch.long), use_cache=False)[0]
+        kept = counter.now
+    assert states.requires_grad
+    found = measure_activations(str(tmp_path), 2, 256, torch.float32, 4)
+    assert found == pytest.approx(kept, rel=0.35)
+    assert measure_prefill(str(tmp_path), 2, 256, torch.float32) == found // 4
 
 
 @pytest.mark.parametrize("family", ["qwen2_5_vl", pytest.param("gemma3", marks=pytest.mark.slow)])
