@@ -174,10 +174,10 @@ def count(module: nn.Module) -> int:
     return sum(param.numel() for param in module.parameters())
 
 
-def _build(path: str, config: Any, dtype: torch.dtype = torch.float32) -> Any:
+def _build(path: str, config: Any) -> Any:
     try:
         with torch.device("meta"):
-            return auto_class(reads_images(path)).from_config(config, dtype=dtype)
+            return auto_class(reads_images(path)).from_config(config, dtype=torch.float32)
     except ValueError as error:
         raise ConfigError(
             f"transformers has no causal language model for {config.model_type!r}: {error}"
@@ -240,10 +240,6 @@ def _traits(layer: nn.Module) -> list[object]:
     return traits
 
 
-def _is_mixture(text: object) -> bool:
-    return bool(getattr(text, "num_experts", None) or getattr(text, "num_local_experts", None))
-
-
 @functools.lru_cache(maxsize=64)
 def _traced_peak(
     path: str,
@@ -261,8 +257,9 @@ def _traced_peak(
     """
     from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 
-    scale = 1
-    if dtype == torch.float32 and _is_mixture(read_config(path).get_text_config()):
+    scale, text = 1, read_config(path).get_text_config()
+    mixture = getattr(text, "num_experts", None) or getattr(text, "num_local_experts", None)
+    if dtype == torch.float32 and mixture:
         dtype, scale = torch.bfloat16, 2  # fake tensors know grouped experts in bfloat16 only
     with FakeTensorMode():
         model = _few_layers(path, layers, dtype)
@@ -283,7 +280,7 @@ def _traced_peak(
                     states.backward(torch.zeros_like(states))
         except DataDependentOutputException:
             packed = sum(sum(param.shape[1:]) for param in model.parameters() if param.dim() == 3)
-            chosen = getattr(model.config.get_text_config(), "num_experts_per_tok", None) or 1
+            chosen = getattr(text, "num_experts_per_tok", None) or 1
             width = activation_bytes(model) // 4 + chosen * packed
             return scale * rows * length * width * dtype.itemsize
     return scale * counter.peak

@@ -137,10 +137,15 @@ def fit_teacher(teacher: TeacherSettings, model_path: str, policy: EngineConfig)
     """
     own = longest_sequence(Path(model_path))
     row, path = min(policy.max_model_len, own or policy.max_model_len), teacher.config.model
-    if isinstance(teacher, RankTeacher):
-        return _check_local_length(teacher, row)
-    engine = fitted_engine(teacher.config, teacher.serving.engine, row)
     limit = longest_sequence(Path(path))
+    if isinstance(teacher, RankTeacher):
+        if limit is not None and limit < row:
+            raise ConfigError(
+                f"the teacher {path} takes {limit} tokens, and rows of the policy have up to {row} "
+                f"(engine.max_model_len); set engine={{'max_model_len': {limit}}}, or choose another teacher"
+            )
+        return teacher
+    engine = fitted_engine(teacher.config, teacher.serving.engine, row)
     if limit is not None and limit < engine.max_model_len:
         needed = longest_row(engine)
         one_more = f", to which {engine.kind} adds one" if needed < engine.max_model_len else ""
@@ -169,17 +174,6 @@ def without_images(engine: EngineConfig) -> EngineConfig:
             "setting out, or give the teacher kind='learner' and a divergence over the vocabulary"
         )
     return engine.model_copy(update={"max_images": 0})
-
-
-def _check_local_length(teacher: RankTeacher, row: int) -> RankTeacher:
-    path = teacher.config.model
-    limit = longest_sequence(Path(path))
-    if limit is not None and limit < row:
-        raise ConfigError(
-            f"the teacher {path} takes {limit} tokens, and rows of the policy have up to {row} "
-            f"(engine.max_model_len); set engine={{'max_model_len': {limit}}}, or choose another teacher"
-        )
-    return teacher
 
 
 def fitted_engine(config: TeacherConfig, engine: EngineConfig, row: int) -> EngineConfig:
