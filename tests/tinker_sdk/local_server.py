@@ -4,7 +4,7 @@ import asyncio
 import contextlib
 import socket
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,6 @@ from raylight.engines.transformers.engine import TransformersEngine
 from raylight.tinker.app import build_app
 from raylight.tinker.checkpoints import CheckpointPath, Checkpoints
 from raylight.tinker.lora_trainer import LoraTrainer
-from raylight.tinker.requests import LoraSpec
 from raylight.tinker.sampling import Samplers
 from raylight.tinker.service import TinkerService
 from raylight.tinker.settings import TinkerSettings
@@ -35,14 +34,8 @@ class LocalTrainer:
         await asyncio.Event().wait()  # it lives as long as this process
         return []
 
-    async def create(self, model_id: str, spec: LoraSpec) -> None:
-        await self.call(model_id, "create", spec)
-
-    async def remove(self, model_id: str) -> None:
-        await self.call(model_id, "remove")
-
-    async def call(self, model_id: str, method: str, *args: Any) -> Any:
-        return await asyncio.to_thread(getattr(self._trainer, method), model_id, *args)
+    async def call(self, method: Callable[..., Any], model_id: str, *args: Any) -> Any:
+        return await asyncio.to_thread(getattr(self._trainer, method.__name__), model_id, *args)
 
 
 class LocalReplicas:
