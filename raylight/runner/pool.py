@@ -108,13 +108,16 @@ class StartUp:
                 done, late = await asyncio.wait(
                     late, timeout=max(next_check - clock(), 0.0), return_when=asyncio.FIRST_COMPLETED
                 )
+                failure: BaseException | None = None
                 for task in done:
                     if (error := task.exception()) is None:
                         self._on_up(ready[task], task.result())
                     elif isinstance(error, RayActorError) and not error.actor_init_failed:
                         died[ready[task]] = error
                     else:
-                        raise RunnerLostError(_failure_message(error)) from error
+                        failure = error
+                if failure is not None:
+                    raise RunnerLostError(_failure_message(failure)) from failure
                 if done or await self._check(
                     {ready[task] for task in late}, clock() >= placement_end, clock() >= give_up_at
                 ):

@@ -44,6 +44,8 @@ HEALTH_CHECK_TIMEOUT_S = 15.0
 """Serve replaces a replica after three health checks in a row without a response: a frozen one within 50 s,
 long before the default deadline of a weight sync. A busy machine delays a response by seconds only."""
 
+KILL_TIMEOUT_S = 30.0
+"""Time that Serve may take to kill a replica whose requests have outlasted `drain_timeout_s`."""
 MIN_SHUTDOWN_S = 2.0
 """Time in which a replica without requests flushes its records and leaves the coordinator."""
 
@@ -313,7 +315,8 @@ class Deployment:
         A replica that blocks its event loop while it starts, to load a model for example, hears no order to
         end, and Serve would wait `drain_timeout_s` for it. It is killed.
         """
-        name, end = self._settings.app_name, time.monotonic() + self._settings.config.drain_timeout_s
+        name = self._settings.app_name
+        end = time.monotonic() + self._settings.config.drain_timeout_s + KILL_TIMEOUT_S
         starting = ingress.starting_replicas(name)
         serve.delete(name, _blocking=False)
         for replica in starting:

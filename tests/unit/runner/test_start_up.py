@@ -136,6 +136,19 @@ async def test_a_runner_that_fails_ends_the_start_at_once() -> None:
         await StartUp({"runner-0": Actor(), "runner-1": failed}, RunnerConfig(), states(STARTING)).wait()
 
 
+async def test_runners_that_are_up_are_reported_before_another_fails() -> None:
+    for _ in range(20):  # the tasks of a set have another order each time
+        actors = {f"runner-{number}": Actor() for number in range(3)}
+        actors["runner-1"].error = RayActorError(error_msg="boom", actor_init_failed=True)
+        for actor in actors.values():
+            actor.up.set()
+        up: list[str] = []
+        start = StartUp(actors, RunnerConfig(), states(STARTING), lambda name, node, up=up: up.append(name))
+        with pytest.raises(RunnerLostError, match="boom"):
+            await start.wait()
+        assert sorted(up) == ["runner-0", "runner-2"]
+
+
 async def test_a_runner_that_dies_is_returned_at_once() -> None:
     killed = RayActorError(error_msg="The actor died unexpectedly before finishing this task")
     actors = {"runner-0": Actor(), "runner-1": Actor(killed)}
