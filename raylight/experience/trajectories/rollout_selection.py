@@ -52,8 +52,9 @@ class RolloutSelection:
         """Return the number of selected rollouts with a lower reward than the best of their group, and the
         highest reward of all; (0, -inf) without rollouts."""
         groups = [[one.reward for one in group] for group in _groups(filter(self._is_good, lines))]
-        below = sum(reward < max(group) for group in groups for reward in group)
-        return below, max(map(max, groups), default=-math.inf)
+        best = list(map(max, groups))
+        below = sum(len(group) - group.count(top) for group, top in zip(groups, best, strict=True))
+        return below, max(best, default=-math.inf)
 
     def _is_scored(self, line: RolloutLine) -> bool:
         in_split = self.split in ("all", line.mode)

@@ -58,6 +58,20 @@ def test_rollouts_below_the_best_of_their_group_are_counted(rules, lines, below)
     assert RolloutSelection(**rules).below_best(lines) == below
 
 
+def test_a_large_group_is_compared_in_linear_time():
+    compared = 0
+
+    class Reward(float):
+        def __gt__(self, other):
+            nonlocal compared
+            compared += 1
+            return super().__gt__(other)
+
+    lines = [line(f"r{number}", Reward(number)) for number in range(1000)]
+    assert RolloutSelection().below_best(lines) == (999, 999.0)
+    assert compared < 3000
+
+
 def test_a_pair_has_the_best_and_the_worst_of_a_group_whose_rewards_differ():
     assert RolloutSelection().pairs([*LINES, line("b2", 0.7, "b")]) == [("a1", "a0"), ("b2", "b0")]
     assert RolloutSelection(min_reward=0.8).pairs(LINES) == [("a1", "a0")]
