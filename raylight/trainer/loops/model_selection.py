@@ -139,9 +139,11 @@ class ModelSelection:
             self._stale += 1
 
     def _is_comparable(self, best: JsonObject) -> bool:
-        """Return True if the best model was chosen by the current metric and mode, on the current data."""
-        chosen = best["metric"], best["mode"], best.get("held_out", self._held_out)  # older states have none
-        return chosen == (self._selection.best, self._selection.best_mode, self._held_out)
+        """Return True if the best model was chosen by the current metric and mode, on the current data if
+        there is any."""
+        if self._held_out not in (None, best.get("held_out", self._held_out)):  # older states have none
+            return False
+        return (best["metric"], best["mode"]) == (self._selection.best, self._selection.best_mode)
 
     def _is_better(self, value: float, other: float, min_delta: float = 0.0) -> bool:
         gain = value - other if self._selection.best_mode == "max" else other - value

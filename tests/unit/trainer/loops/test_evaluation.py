@@ -359,6 +359,21 @@ async def test_the_best_by_another_metric_or_on_other_tasks_is_not_compared_with
     assert second.state_dict()["best"]["step"] == 3
 
 
+async def test_the_best_model_stays_the_best_without_validation_tasks(report: Report) -> None:
+    first, rollouts = evaluator_of(report, [0.9, 0.8, 0.85], patience=2)
+    await after(first, 1)
+    await after(first, 2)
+    report.best = None
+    without = Evaluator(rollouts, rollouts.learners, GRPO(model="m", val_every=1), [], report)
+    without.load_state_dict(first.state_dict())
+    assert report.best == best_json(report)
+    again, _ = evaluator_of(report, [0.85], patience=2)
+    again.load_state_dict(without.state_dict())
+    await after(again, 3)
+    assert again.stop_reason
+    assert best_json(report)["step"] == 1
+
+
 async def test_a_better_model_saved_after_the_checkpoint_stays_the_best(report: Report) -> None:
     first, _ = evaluator_of(report, [0.5, 0.9])
     await after(first, 1)

@@ -119,6 +119,17 @@ async def test_a_resumed_run_continues_with_the_same_batches(tmp_path):
     assert [row["step"] for row in metric_rows(tmp_path / "again")] == [5, 6]
 
 
+@pytest.mark.parametrize(("held_out", "saved"), [(9, []), (8, ["best.new"])])
+async def test_models_are_compared_on_the_same_held_out_examples(tmp_path, held_out, saved):
+    whole = FakeRanks([4.0, 1.0, 2.0, 3.0])
+    await make_loop(tmp_path, whole).run()
+    start = resume_after("state", 4, json.loads(json.dumps(whole.states[4][1])), CONFIG, 4)
+    resumed = FakeRanks([1.5])
+    resumed.version = 4
+    await make_loop(tmp_path, resumed, start, SupervisedData(DATA.train, [example(held_out)])).run()
+    assert resumed.saved == [*saved, "checkpoint"]
+
+
 @pytest.mark.parametrize(("size", "is_noted"), [(2, False), (3, True)])
 async def test_a_note_says_that_a_resumed_run_has_other_batches(tmp_path, size, is_noted):
     whole = FakeRanks([4.0, 3.0, 2.0, 1.0])
