@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
@@ -33,6 +33,10 @@ class RolloutScope:
     runner: Any = None
     trainer: TrainerView | None = None
 
+    @property
+    def tracer(self) -> Tracer | None:
+        return get_active_tracer()
+
 
 _OUTSIDE = RolloutScope()
 _SCOPE: ContextVar[RolloutScope] = ContextVar("raylight_rollout_scope", default=_OUTSIDE)
@@ -51,16 +55,13 @@ def rollout_scope(scope: RolloutScope) -> Iterator[None]:
 class InsideRollout:
     """Attribute that an agent has inside a rollout. An attribute that the agent sets itself precedes it."""
 
-    def __init__(self, read: Callable[[], object]) -> None:
-        self._read = read
-
     def __set_name__(self, owner: type, name: str) -> None:
         self._name = name
 
     def __get__(self, agent: object, owner: type | None = None) -> Any:
         if agent is None:
             return self
-        value = self._read()
+        value = getattr(_SCOPE.get(), self._name)
         if value is None:
             raise OutsideRolloutError(
                 f"{type(agent).__name__}.{self._name} exists only inside a rollout; read it in the agent's "
@@ -100,11 +101,11 @@ class LitAgent(Generic[Task]):
     """
 
     trained_agents: str | None = None
-    tracer = InsideRollout(get_active_tracer)
+    tracer = InsideRollout()
     """Tracer of the running rollout; outside a rollout an OutsideRolloutError."""
-    runner = InsideRollout(lambda: _SCOPE.get().runner)
+    runner = InsideRollout()
     """Runner of the running rollout."""
-    trainer = InsideRollout(lambda: _SCOPE.get().trainer)
+    trainer = InsideRollout()
     """Settings of the Trainer in the running rollout: `tracer`, `hooks`, `n_runners` and `max_rollouts`."""
 
     def __init__(self, *, trained_agents: str | None = None) -> None:
