@@ -48,7 +48,8 @@ class Tracer:
 
     _store: SpanStore | None = None
     """Store of `lifespan`."""
-    _process_state = frozenset({"_store"})
+    _is_set_up = False
+    _process_state = frozenset({"_store", "_is_set_up"})
     """Attributes that stay in this process when the tracer is pickled."""
 
     def setup(self) -> None:
@@ -126,18 +127,20 @@ class Tracer:
 
     @contextlib.contextmanager
     def lifespan(self, store: SpanStore | None = None) -> Iterator[None]:
-        """Set the tracer up for a block, and tear it down afterwards. Blocks may be nested.
+        """Set the tracer up for a block, and tear it down afterwards unless it was set up before.
 
         Args:
-            store: store that receives the spans of each `trace_context` with ids in the block.
+            store: store that receives the spans of each `trace_context` with ids in the block. None: the
+                store of the `lifespan` around this one, if there is one.
         """
+        was_set_up = self._is_set_up or get_active_tracer() is self
         self.setup()
-        outer, self._store = self._store, store
+        outer, self._store = self._store, store or self._store
         try:
             yield
         finally:
             self._store = outer
-            if current_trace() is None:  # else an attempt, or a traced block around this one, goes on
+            if not was_set_up:
                 self.teardown()
 
     def trace_run(self, function: Callable[..., Result], *args: object, **kwargs: object) -> Result:
@@ -240,8 +243,7 @@ class OtelTracer(Tracer):
 
     _capture: SpanCapture | None = None
     _export: AttemptExport | None = None
-    _is_set_up = False
-    _process_state = Tracer._process_state | {"_capture", "_export", "_is_set_up"}
+    _process_state = Tracer._process_state | {"_capture", "_export"}
 
     def __init__(
         self,

@@ -6,6 +6,8 @@ import pickle
 from collections.abc import Iterator
 
 import pytest
+from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+from opentelemetry.trace import get_tracer
 from store_helpers import open_box
 from unit_helpers import as_agent, make_rollout
 
@@ -121,6 +123,35 @@ async def test_an_inner_lifespan_leaves_the_outer_one_its_store(tracer: Tracer) 
             ):
                 tracer.create_span("after")
         assert names(await box.store.query_spans(started.rollout_id)) == ["after"]
+
+
+async def test_an_inner_lifespan_without_a_store_uses_the_outer_one(tracer: Tracer) -> None:
+    async with open_box() as box:
+        started = await box.store.start_rollout("task")
+        ids = {"rollout_id": started.rollout_id, "attempt_id": started.attempt.attempt_id}
+        runner = LitAgentRunner(tracer).run_context(agent=as_agent(lambda task: 1.0), store=box.store)
+        with tracer.lifespan(box.store):
+            for inner in (tracer.lifespan(), runner):
+                with inner:
+                    async with tracer.trace_context(**ids):
+                        tracer.create_span("inside")
+        assert names(await box.store.query_spans(started.rollout_id)) == ["inside"] * 2
+
+
+def test_the_lifespan_of_another_tracer_ends_it_within_a_traced_block(tracer: Tracer) -> None:
+    exporters: list[InMemorySpanExporter] = []
+
+    def make_exporter() -> InMemorySpanExporter:
+        exporters.append(InMemorySpanExporter())
+        return exporters[-1]
+
+    other = OtelTracer(exporter=make_exporter)
+    with tracer.trace_context():
+        for name in ("first", "second"):
+            with other.lifespan():
+                get_tracer("agent").start_span(name).end()
+    exported = [[span.name for span in each.get_finished_spans()] for each in exporters]
+    assert exported == [["first"], ["second"]]
 
 
 def test_a_lifespan_within_a_traced_block_does_not_end_its_recording() -> None:
