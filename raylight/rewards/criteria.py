@@ -69,7 +69,7 @@ class Rubric:
         compared = [
             [one.name, one.description, one.weight, one.check and identify(one.check)] for one in criteria
         ]
-        self.identity = [None if judge is None else judge.model, compared, name]
+        self.identity = [None if judge is None else judge.identity, compared, name]
 
     async def __call__(self, group: list[GroupRollout]) -> list[dict[str, float]]:
         async with task_group() as tasks:

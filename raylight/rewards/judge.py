@@ -44,7 +44,8 @@ class Judge:
         if attempts < 1 or max_concurrent < 1:
             raise ConfigError(f"attempts={attempts} and max_concurrent={max_concurrent} must be at least 1")
         self._llm, self._name, self._attempts = llm, name, attempts
-        self.model = llm.model
+        sampling = {key: value for key, value in llm.sampling_parameters.items() if key != "extra_headers"}
+        self.identity = [llm.model, sampling]  # headers may have keys, and this is in config.yaml
         self._max_concurrent = max_concurrent
         self._free: dict[asyncio.AbstractEventLoop, asyncio.Semaphore] = {}
 

@@ -46,7 +46,7 @@ class Ruler:
 
     def __init__(self, judge: Judge, rubric: str, name: str) -> None:
         self._judge, self._rubric, self.name = judge, rubric, name
-        self.identity = [judge.model, rubric, name]
+        self.identity = [judge.identity, rubric, name]
 
     async def __call__(self, group: list[GroupRollout]) -> list[dict[str, float]]:
         order = list(range(len(group)))

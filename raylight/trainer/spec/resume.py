@@ -253,6 +253,10 @@ def changed_settings(before: JsonObject, now: JsonObject) -> dict[str, str]:
     Raises:
         ConfigError: a setting differs that determines the model or the kind of training.
     """
+    reward = now.get("group_reward")
+    names = reward if isinstance(reward, dict) else ()
+    if "group_reward" in now and before.get("group_reward", reward) in (reward, *names):
+        before = before | {"group_reward": reward}  # earlier versions wrote only its name, or nothing
     old, new = flatten(before), flatten(now)
     lora = LoraConfig() if "learner.lora.rank" in old else None
     added = flatten({"learner": LearnerConfig(lora=lora).model_dump(mode="json")})

@@ -250,8 +250,7 @@ class RolloutSettings(CommonSettings):
 
     def resolved(self) -> JsonObject:
         content: JsonObject = {"name": self.name} | self._resolved_model()
-        if self.group_reward is not None:
-            content["group_reward"] = identify(self.group_reward)
+        content["group_reward"] = None if self.group_reward is None else identify(self.group_reward)
         if self.reward_models:
             content["reward_models"] = [
                 {"name": one.model.name} | one.model.config.model_dump(mode="json", exclude_unset=True)

@@ -80,7 +80,7 @@ def test_a_relative_reward_compares_the_turns_with_the_same_number() -> None:
 class FailingJudge:
     """A judge whose third answer cannot be read, and whose others do not come."""
 
-    model = "m"
+    identity = ("m",)
 
     def __init__(self) -> None:
         self.asked = self.cancelled = 0

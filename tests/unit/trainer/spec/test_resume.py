@@ -51,6 +51,7 @@ CONFIG = {
         "critic": None,
     },
     "learner": {"n": 1, "lora": None},
+    "group_reward": None,
     "tasks": {"number": 3, "digest": "abc"},
 }
 
@@ -162,7 +163,7 @@ def test_another_learning_rate_starts_a_lineage_with_new_versions():
 
 
 def test_a_group_reward_is_compared_by_its_name():
-    assert "group_reward" not in make_settings().resolved()
+    assert make_settings().resolved()["group_reward"] is None
     named = make_settings(group_reward=sum).resolved()["group_reward"]
     assert (named, make_settings(group_reward=Curriculum([1])).resolved()["group_reward"]) == (
         "builtins:sum",
@@ -170,7 +171,10 @@ def test_a_group_reward_is_compared_by_its_name():
     )
 
 
-JUDGES = [rl.LLM(endpoint="http://localhost/v1", model=model) for model in ("small", "large")]
+JUDGES = [
+    rl.LLM(endpoint="http://localhost/v1", model=model, sampling_parameters=sampling)
+    for model, sampling in (("small", {}), ("large", {}), ("small", {"temperature": 0.5}))
+]
 
 
 @pytest.mark.parametrize(
@@ -185,7 +189,7 @@ JUDGES = [rl.LLM(endpoint="http://localhost/v1", model=model) for model in ("sma
         (rewards.each_rollout(sum), rewards.each_rollout(max)),
         (rewards.each_turn(sum), rewards.each_turn(sum, final=rewards.RelativeLength())),
         (rewards.reward_model("a"), rewards.reward_model("b")),
-        *zip(map(rewards.ruler, JUDGES[:1]), map(rewards.ruler, JUDGES[1:]), strict=True),
+        *((rewards.ruler(JUDGES[0]), rewards.ruler(judge)) for judge in JUDGES[1:]),
         tuple(
             rewards.rubric([rewards.Criterion("c", "It is right.", weight)], JUDGES[0]) for weight in (1, 2)
         ),
@@ -198,6 +202,23 @@ def test_a_group_reward_with_other_arguments_starts_a_lineage(former: Any, other
     state = metadata(fresh_start()) | {"config": before}
     assert not resume_after("u", 10, state, same, 0).starts_new_lineage
     assert resume_after("u", 10, state, now, 0).starts_new_lineage
+
+
+@pytest.mark.parametrize("reward", [sum, rewards.RewardSum({"a": sum, "b": max}), rewards.agent_reward()])
+def test_a_group_reward_is_the_same_as_earlier_versions_wrote_it(reward: Any):
+    now = CONFIG | {"group_reward": make_settings(group_reward=reward).resolved()["group_reward"]}
+    named = reward if hasattr(reward, "__qualname__") else type(reward)
+    former = CONFIG | {"group_reward": f"{named.__module__}:{named.__qualname__}"}
+    older = {name: value for name, value in CONFIG.items() if name != "group_reward"}
+    for before in (former, older):
+        state = metadata(fresh_start()) | {"config": before}
+        start = resume_after("u", 10, state, now, 0)
+        assert (start.starts_new_lineage, start.notes) == (False, ["resuming after step 10"])
+    for before in (CONFIG, CONFIG | {"group_reward": "mine:reward"}):
+        state = metadata(fresh_start()) | {"config": before}
+        assert resume_after("u", 10, state, now, 0).starts_new_lineage
+        assert resume_after("u", 10, metadata(fresh_start()) | {"config": now}, before, 0).starts_new_lineage
+    assert changed_settings(older, CONFIG) == {}
 
 
 TEN = list("abcdefghij")
