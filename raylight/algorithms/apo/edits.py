@@ -9,7 +9,8 @@ from raylight.agent.prompts import PromptTemplate
 from raylight.algorithms.apo.history import RejectionKind
 from raylight.errors import PromptError, RaylightError
 
-_OPEN, _TAG = "<prompt>", re.compile(r"</?prompt>")
+_OPEN, _CLOSE, _TAG = "<prompt>", "</prompt>", re.compile(r"</?prompt>")
+_OUTERMOST = re.compile(r"<prompt>(?P<text>.*)</prompt>", re.DOTALL)
 _FENCED = re.compile(r"\A```[\w-]*\n(?P<text>.*)\n```\Z", re.DOTALL)
 
 
@@ -31,31 +32,36 @@ class RejectedEdit(RaylightError):
         return type(self), (str(self), self.kind, self.text)
 
 
-def extract_prompt(answer: str, nested: bool = False) -> str:
+def extract_prompt(answer: str, parent: str = "") -> str:
     """Return the prompt in an answer, without a code fence around it.
 
     The prompt is the text between the last `<prompt>` and `</prompt>`, or after an unclosed `<prompt>`, or
     else the whole answer.
 
     Args:
-        nested: the prompt may contain such tags itself.
+        parent: the prompt that is rewritten. If it has such tags itself, the answer's may be nested; if they
+            are not pairs, the prompt is all between the first `<prompt>` and the last `</prompt>`.
     """
-    opened: list[int] = []
-    text: str | None = None
-    for tag in _TAG.finditer(answer):
-        if tag[0] == _OPEN:
-            opened.append(tag.end())
-        elif opened:
-            text = answer[opened.pop() : tag.start()]
-            opened = opened if nested else []
-    text = (answer.rpartition(_OPEN)[2] if text is None else text).strip()
+    if parent.count(_OPEN) != parent.count(_CLOSE):
+        outermost = _OUTERMOST.search(answer)
+        text = outermost["text"] if outermost else answer.strip().removeprefix(_OPEN)
+    else:
+        opened: list[int] = []
+        text = answer.rpartition(_OPEN)[2]
+        for tag in _TAG.finditer(answer):
+            if tag[0] == _OPEN:
+                opened.append(tag.end())
+            elif opened:
+                text = answer[opened.pop() : tag.start()]
+                opened = opened if _OPEN in parent else []
+    text = text.strip()
     fenced = _FENCED.match(text)
     return fenced["text"].strip() if fenced else text
 
 
 def parse_rewrite(parent: PromptTemplate, answer: str) -> PromptTemplate:
     """Return the rewritten prompt of an answer; raises as `check_rewrite` does."""
-    return check_rewrite(parent, extract_prompt(answer, nested=_OPEN in parent.template), answer)
+    return check_rewrite(parent, extract_prompt(answer, parent.template), answer)
 
 
 def check_rewrite(parent: PromptTemplate, text: str, answer: str = "") -> PromptTemplate:

@@ -63,6 +63,22 @@ def test_a_prompt_may_have_the_tags_itself() -> None:
     assert parse_rewrite(plain, "<prompt><prompt>Cut {a}</prompt></prompt>").template == "Cut {a}"
 
 
+@pytest.mark.parametrize(
+    ("parent", "text"),
+    [
+        ("Wrap it in <prompt> tags: {a}", "Wrap it all in <prompt> tags: {a}!"),
+        ("End {a} with </prompt>.", "Always end with </prompt>: {a}"),
+        ("Put <prompt> before {a}.", "Put it between <prompt> and </prompt>: {a}"),
+    ],
+)
+def test_a_prompt_may_have_single_tags(parent: str, text: str) -> None:
+    for answer in (f"<prompt>{text}</prompt>", f"Here it is:\n<prompt>\n{text}\n</prompt>\nGood luck!"):
+        assert parse_rewrite(PromptTemplate(template=parent), answer).template == text
+    unclosed = "Answer in <prompt> tags: {a}"
+    for answer in (unclosed, f"<prompt>{unclosed}"):
+        assert parse_rewrite(PromptTemplate(template=parent), answer).template == unclosed
+
+
 def test_a_rewrite_keeps_the_engine() -> None:
     rewritten = parse_rewrite(
         PromptTemplate(template="{{ a }}", engine="jinja"), "{% if a > 1 %}{{ a }}{% endif %}"
