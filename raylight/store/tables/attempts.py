@@ -305,9 +305,12 @@ class Attempts:
         if attempt.status in ATTEMPT_FINISHED:
             self._journal.increment("attempts_late", by=attempt.status != values["status"])
         else:
+            before = self._rollouts.status(attempt.rollout_id)
             self._change(attempt, values)
-            status = self._rollouts.status(attempt.rollout_id)
-            if ROLLOUT_METADATA in values and attempt.latest and status in ("succeeded", "failed"):
+            unresponsive = before == "failed" and attempt.status == "unresponsive"
+            ends = self._rollouts.status(attempt.rollout_id) in FINISHED
+            decides = attempt.latest and ends and (before not in FINISHED or unresponsive)
+            if decides and ROLLOUT_METADATA in values:
                 self._rollouts.update(attempt.rollout_id, {"metadata": values[ROLLOUT_METADATA]})
         return self._rollouts.state(attempt.rollout_id)
 

@@ -327,6 +327,12 @@ async def test_only_the_attempt_that_decides_a_rollout_leaves_metadata(box: Box)
     cancelled = await box.take()
     await box.store.cancel_rollout(cancelled.rollout_id)
     assert await finish(cancelled, "succeeded") == {}
+    by_hand = await box.take()
+    await box.store.update_rollout(by_hand.rollout_id, status="failed", metadata={"by": "hand"})
+    assert await finish(by_hand, "succeeded") == {"by": "hand"}
+    silent = await box.take(unresponsive_seconds=5)
+    await box.pass_time(5)
+    assert await finish(silent, "failed", BROKEN) == {"by": ids_of(silent)[1]}
 
 
 async def test_the_late_timeout_of_an_unresponsive_attempt_does_not_kill_the_requeued_rollout(
