@@ -46,6 +46,9 @@ from raylight.types import (
     RolloutStatus,
 )
 
+TIMEOUT_GRACE_S = 10.0
+"""Time after a timeout in which a runner, which may have to wait for its agent to stop, reports it."""
+
 
 @dataclass(eq=False)
 class Attempts:
@@ -220,6 +223,21 @@ class Attempts:
         timeout_at, silent_at = (end and max(end, now + 2 * self.lease_s) for end in ends)
         self.renew(attempt._replace(timeout_at=timeout_at, unresponsive_at=silent_at))
 
+    def postpone_timeout(self, attempt: AttemptState) -> bool:
+        """Give the runner of a leased attempt TIMEOUT_GRACE_S to report a timeout; False if it had them.
+
+        Its report has the last spans and rewards, and the rollout's metadata.
+        """
+        seconds = self._rollouts.config(attempt.rollout_id).timeout_seconds or 0
+        is_first = attempt.timeout_at == attempt.began + seconds
+        if not (attempt.leased and is_first and self._workers.is_runner(attempt.worker_id)):
+            return False
+        end, silent_at = self._clock.lived() + TIMEOUT_GRACE_S, attempt.unresponsive_at
+        if attempt.status in LIVE:
+            silent_at = silent_at and max(silent_at, end)
+        self.renew(attempt._replace(timeout_at=end, unresponsive_at=silent_at))
+        return True
+
     def set_next_sequence_id(self, attempt_id: str, sequence_id: int) -> None:
         """Store the sequence id of an attempt's next span."""
         self._journal.execute(
@@ -302,17 +320,29 @@ class Attempts:
             raise InvalidTransitionError(
                 f"{which}: {values['status']} does not finish it; use one of {allowed}"
             )
+        before = self._rollouts.status(attempt.rollout_id)
         if attempt.status in ATTEMPT_FINISHED:
             self._journal.increment("attempts_late", by=attempt.status != values["status"])
+            decides = self._has_decided_by_timeout(attempt)
         else:
-            before = self._rollouts.status(attempt.rollout_id)
             self._change(attempt, values)
             unresponsive = before == "failed" and attempt.status == "unresponsive"
             ends = self._rollouts.status(attempt.rollout_id) in FINISHED
             decides = attempt.latest and ends and (before not in FINISHED or unresponsive)
-            if decides and ROLLOUT_METADATA in values:
-                self._rollouts.update(attempt.rollout_id, {"metadata": values[ROLLOUT_METADATA]})
+        if decides and ROLLOUT_METADATA in values:
+            self._rollouts.update(attempt.rollout_id, {"metadata": values[ROLLOUT_METADATA]})
         return self._rollouts.state(attempt.rollout_id)
+
+    def _has_decided_by_timeout(self, attempt: AttemptState) -> bool:
+        """True if the rollout failed at the very moment at which the attempt timed out."""
+        if attempt.status != "timeout" or not attempt.latest:
+            return False
+        row = self._journal.fetch_one(
+            "SELECT r.end_time = a.end_time FROM attempts a JOIN rollouts r USING (rollout_id) WHERE "
+            "a.attempt_id = ? AND r.status = 'failed'",
+            (attempt.attempt_id,),
+        )
+        return row == (1,)
 
     def set_status(
         self,
@@ -358,7 +388,7 @@ class Attempts:
             if kind != "infrastructure" and attempt.latest:
                 self._rollouts.set_suspect(attempt.rollout_id, False)
         if attempt.latest:
-            self._update_rollout(attempt, status, kind, charged, reported)
+            self._update_rollout(attempt, status, kind, charged, reported, now)
 
     def _update_rollout(
         self,
@@ -367,6 +397,7 @@ class Attempts:
         failure: FailureKind | None,
         charged: bool,
         reported: bool,
+        now: float,
     ) -> None:
         """Let a rollout follow its latest attempt.
 
@@ -397,7 +428,7 @@ class Attempts:
             delay = 0.0
             if infrastructure and reported and after == "requeuing":
                 delay = backoff_seconds(losses.charged, attempt.attempt_id)
-            self._rollouts.set_status(attempt.rollout_id, before, after, delay)
+            self._rollouts.set_status(attempt.rollout_id, before, after, now, delay)
 
     def _drop_open_calls(self, attempt_id: str) -> None:
         """Delete the open calls of an attempt that ended without their records."""

@@ -186,11 +186,14 @@ class Leases:
         """End the attempts whose deadline has passed, and the delays that are over; returns the number of
         attempts."""
         self._rollouts.release_held_back()
-        now = self._clock.lived()
-        expired = self._attempts.select("a.deadline <= ?", now)
-        for attempt in expired:
-            self._attempts.set_status(attempt, *self._expiry(attempt, now))
-        return len(expired)
+        now, ended = self._clock.lived(), 0
+        for attempt in self._attempts.select("a.deadline <= ?", now):
+            status, failure = self._expiry(attempt, now)
+            is_over = status != "timeout" or self._is_obsolete(attempt)
+            if is_over or not self._attempts.postpone_timeout(attempt):
+                self._attempts.set_status(attempt, status, failure)
+                ended += 1
+        return ended
 
     def _expiry(self, attempt: AttemptState, now: float) -> tuple[AttemptStatus, Failure]:
         """Status and failure of an attempt whose deadline has passed.

@@ -116,5 +116,5 @@ class Outages:
             InfrastructureLosses(losses.lost + (not attempt.lost), max(losses.charged - attempt.charged, 0)),
         )
         if attempt.latest:
-            self._rollouts.set_status(attempt.rollout_id, status, "requeuing")
+            self._rollouts.set_status(attempt.rollout_id, status, "requeuing", self._clock())
         return True

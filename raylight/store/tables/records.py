@@ -219,7 +219,7 @@ class Records:
             heartbeat = self._clock() if spans else attempt.last_heartbeat_time
             attempt = attempt._replace(next_sequence_id=next_id, last_heartbeat_time=heartbeat)
         elif attempt.status in ATTEMPT_FINISHED and spans and not stored:
-            return self._rollouts.state(rollout_id)
+            values = values | {"status": attempt.status}
         else:
             attempt = self._attempts.get(rollout_id, attempt_id)  # the spans may have revived it
         if values["status"] == "succeeded" and self._count_rewards(attempt_id) > MAX_REWARD_SPANS:

@@ -171,7 +171,7 @@ class Rollouts:
         for rollout_id in rollout_ids:
             before = self.status(rollout_id)
             if before in WAITING or not (waiting_only or before in FINISHED):
-                self.set_status(rollout_id, before, "cancelled")
+                self.set_status(rollout_id, before, "cancelled", self._clock())
         return [self.state(rollout_id) for rollout_id in rollout_ids]
 
     def update(self, rollout_id: str, values: dict[str, Any]) -> None:
@@ -193,7 +193,7 @@ class Rollouts:
         status = values.get("status", before)
         if status != before:
             check_manual_transition(rollout_id, before, status)
-            self.set_status(rollout_id, before, status)
+            self.set_status(rollout_id, before, status, self._clock())
             if status == "requeuing":
                 self._forget_attempts(rollout_id)
 
@@ -281,17 +281,18 @@ class Rollouts:
         self._journal.execute("UPDATE rollouts SET suspect = ? WHERE rollout_id = ?", (suspect, rollout_id))
 
     def set_status(
-        self, rollout_id: str, before: RolloutStatus, status: RolloutStatus, delay: float = 0.0
+        self, rollout_id: str, before: RolloutStatus, status: RolloutStatus, now: float, delay: float = 0.0
     ) -> None:
         """Change a rollout's status and its position in the queue.
 
         Args:
+            now: `end_time` of a rollout that is finished.
             delay: seconds for which no worker may take the rollout from the queue.
         """
         position = self._next_position() if status in WAITING else None
         not_before = self._clock.lived() + delay if delay else None
         self.events.add_deadline(not_before)
-        end = self._clock() if status in FINISHED else None
+        end = now if status in FINISHED else None
         self._journal.execute(
             "UPDATE rollouts SET status = ?, queue = ?, not_before = ?, end_time = ? WHERE rollout_id = ?",
             (status, position, not_before, end, rollout_id),

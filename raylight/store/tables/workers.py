@@ -53,6 +53,11 @@ class Workers:
         """True if `mark_released` was called for the worker."""
         return self._journal.fetch_one("SELECT gone FROM workers WHERE worker_id = ?", (worker_id,)) == (1,)
 
+    def is_runner(self, worker_id: str | None) -> bool:
+        """True if the worker sends statistics with its heartbeats, as runners do, and was not released."""
+        query = "SELECT 1 FROM workers WHERE worker_id = ? AND NOT gone AND heartbeat_stats IS NOT NULL"
+        return self._journal.fetch_one(query, (worker_id,)) is not None
+
     def mark_released(self, worker_id: str) -> None:
         """Record that a worker will not come back."""
         self._journal.execute(

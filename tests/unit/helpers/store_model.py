@@ -52,8 +52,11 @@ class Try:
         seconds = self.rollout.config.unresponsive_seconds
         return max(self.spoke + seconds, self.silent_from) if seconds else None
 
+    def limit(self) -> float:
+        return self.start + (self.rollout.config.timeout_seconds or 1e99)
+
     def timeout_at(self) -> float:
-        return max(self.start + (self.rollout.config.timeout_seconds or 1e99), self.timeout_from)
+        return max(self.limit(), self.timeout_from)
 
     def what_ended(self, end: tuple[float, str, bool], now: float) -> tuple[float, str, bool]:
         """Return the end that counts: lost if its lease ended first, else by the most severe limit."""

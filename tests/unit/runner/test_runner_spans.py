@@ -405,6 +405,16 @@ async def test_notes_of_a_failure_are_kept_too(store: StoreClient) -> None:
     assert (decided.status, decided.metadata) == ("failed", {TRAINABLE_AGENTS: ["planner"]})
 
 
+async def test_metadata_of_an_attempt_that_times_out_is_there_when_it_is_decided(store: StoreClient) -> None:
+    async def agent(task: int, rollout: Rollout) -> None:
+        rollout.mark_agent_as_trainable("planner")
+        await asyncio.Event().wait()
+
+    found = await run_all(store, range(8), agent, timeout_seconds=0.2)
+    assert [rollout.attempt.status for rollout in found] == ["timeout"] * 8
+    assert [rollout.metadata for rollout in found] == [{TRAINABLE_AGENTS: ["planner"]}] * 8
+
+
 async def test_a_further_attempt_begins_without_the_notes_of_the_one_before(store: StoreClient) -> None:
     def agent(task: int, rollout: Rollout) -> Rollout:
         assert rollout.attempt is not None

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 from store_helpers import BROKEN, LEASE_S, LOST, Box, Clock, call_of, ids_of, open_box, span_of
 
+from raylight.store.tables.attempts import TIMEOUT_GRACE_S
 from raylight.types import Failure, JsonObject, Rollout, RolloutConfig
 
 # leases
@@ -333,6 +334,32 @@ async def test_only_the_attempt_that_decides_a_rollout_leaves_metadata(box: Box)
     silent = await box.take(unresponsive_seconds=5)
     await box.pass_time(5)
     assert await finish(silent, "failed", BROKEN) == {"by": ids_of(silent)[1]}
+
+
+async def test_a_late_report_leaves_the_metadata_of_an_attempt_that_timed_out(box: Box) -> None:
+    late = await box.take(timeout_seconds=5)
+    by_hand = await box.take(timeout_seconds=5)
+    await box.pass_time(1)
+    await box.store.update_rollout(by_hand.rollout_id, status="failed", metadata={"by": "hand"})
+    await box.pass_time(4)
+    for rollout in (late, by_hand):
+        await box.store.finish_attempt(rollout, "failed", BROKEN, rollout_metadata={"by": "agent"})
+    found = await box.store.query_rollouts()
+    assert [rollout.metadata for rollout in found] == [{"by": "agent"}, {"by": "hand"}]
+
+
+async def test_a_runner_reports_a_timeout_itself(box: Box) -> None:
+    await box.store.heartbeat("w", {}, [])
+    reported, hung = [await box.take(timeout_seconds=5, unresponsive_seconds=5) for _ in range(2)]
+    assert await box.pass_time(5) == 0
+    timeout = Failure(kind="timeout", error="TimeoutError: too long")
+    await box.store.finish_attempt(reported, "timeout", timeout, rollout_metadata={"by": "agent"})
+    assert await box.status(reported) == ("failed", "timeout")
+    assert (await box.store.get_rollout_by_id(reported.rollout_id)).metadata == {"by": "agent"}
+    assert await box.count("attempts_late") == 0
+    assert await box.pass_time(TIMEOUT_GRACE_S - 0.1) == 0
+    assert await box.pass_time(0.1) == 1
+    assert await box.status(hung) == ("failed", "timeout")
 
 
 async def test_the_late_timeout_of_an_unresponsive_attempt_does_not_kill_the_requeued_rollout(

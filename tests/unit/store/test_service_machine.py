@@ -21,6 +21,7 @@ from raylight.config import StoreConfig
 from raylight.errors import InvalidTransitionError, WorkerGoneError
 from raylight.store.client import StoreClient
 from raylight.store.service import StoreService
+from raylight.store.tables.attempts import TIMEOUT_GRACE_S
 from raylight.store.tables.transitions import MAX_BACKOFF_S, backoff_seconds
 from raylight.types import CallKey, EnqueueRolloutRequest, Rollout, RolloutConfig
 
@@ -36,6 +37,8 @@ class StoreMachine(RuleBasedStateMachine):
         self.calls: list[tuple[Try, str]] = []
         self.late: Counter[str] = Counter()
         self.deaths = Counter[str]()
+        self.runners = set[str | None]()
+        """Workers that have sent heartbeats."""
         self.away = False
         self.numbers = itertools.count()
         self.open()
@@ -321,22 +324,23 @@ class StoreMachine(RuleBasedStateMachine):
     @rule(slot=st.sampled_from(["a", "b"]), data=st.data())
     def heartbeat(self, slot: str, data: st.DataObject) -> None:
         worker = self.worker(slot)
+        self.runners.add(worker)
         own = [attempt for attempt in self.tries if attempt.worker == worker]
         named = data.draw(st.lists(st.sampled_from(own), unique=True)) if own else []
         over = self.do(
             self.store.heartbeat(worker, {}, [attempt.taken.attempt.attempt_id for attempt in named])
         )
         for attempt in named:
-            known = attempt.rollout
-            unwanted = (
-                attempt.status in FINAL
-                or known.tries[-1] is not attempt
-                or known.status in ("cancelled", "succeeded")
-            )
-            unwanted |= known.status == "failed" and attempt.status != "unresponsive"
+            unwanted = self.is_obsolete(attempt)
             assert (attempt.taken.attempt.attempt_id in over) == unwanted
             if not unwanted and attempt.status != "unresponsive":
                 attempt.heard = self.clock.lived()
+
+    def is_obsolete(self, attempt: Try) -> bool:
+        known = attempt.rollout
+        unwanted = known.status == "failed" and attempt.status != "unresponsive"
+        unwanted |= attempt.status in FINAL or known.tries[-1] is not attempt
+        return unwanted or known.status in ("cancelled", "succeeded")
 
     @rule(slot=st.sampled_from(["a", "b"]))
     def update_worker(self, slot: str) -> None:
@@ -367,11 +371,22 @@ class StoreMachine(RuleBasedStateMachine):
     def expire(self) -> None:
         now = self.clock.lived()
         due = [(end, attempt) for attempt in self.tries if (end := attempt.end()) and end[0] <= now]
+        due = [(end, attempt) for end, attempt in due if not self.postpones(attempt, end, now)]
         assert self.do(self.service.expire()) == len(due)
         for end, attempt in sorted(due, key=lambda found: (found[0][0], self.age(found[1]))):
             _, how, infrastructure = attempt.what_ended(end, now)
             self.late["calls_lost"] += len(attempt.open) if how in FINAL else 0
             self.become(attempt, how, infrastructure)
+
+    def postpones(self, attempt: Try, end: tuple[float, str, bool], now: float) -> bool:
+        """True if a runner gets time to report the timeout of an attempt."""
+        first = attempt.worker in self.runners and attempt.leased and attempt.timeout_from <= attempt.limit()
+        if not first or attempt.what_ended(end, now)[1] != "timeout" or self.is_obsolete(attempt):
+            return False
+        attempt.heard, attempt.timeout_from = now, now + TIMEOUT_GRACE_S
+        if attempt.status in LIVE:
+            attempt.silent_from = max(attempt.silent_from, attempt.timeout_from)
+        return True
 
     def age(self, attempt: Try) -> int:
         """Attempts with the same start are ordered by their position in the store."""
