@@ -12,7 +12,7 @@ from raylight._utils.aio import BroadcastCondition
 from raylight.config import MODEL_NAME
 from raylight.errors import StoreError
 from raylight.experience.opponents import OPPONENT
-from raylight.tasks.task_set import Draw
+from raylight.tasks.task_set import Draw, ShuffledTasks
 from raylight.trainer.components.opponents import ServedOpponents
 from raylight.trainer.components.run_components import PolicyComponents
 from raylight.trainer.components.store import cancel_undecided
@@ -33,6 +33,8 @@ from raylight.types import (
     Rollout,
 )
 
+HELD_OUT = "held_out"
+"""Metadata key of a validation rollout: number and digest of the validation tasks."""
 logger = logging.getLogger(__name__)
 
 
@@ -160,17 +162,24 @@ class PolicyRollouts:
             names = {OPPONENT: self.opponents.initial}
         if names is not None:
             resources_id = await self._add_resources(self._algorithm.val_sampling_parameters or {}, names)
+        held_out, prefix = ShuffledTasks(tasks).fingerprint(), f"{self._start.lineage}-val-{step}"
+        first = 0
+        while stored := await self._store.query_rollouts(rollout_id_in=[f"{prefix}-{first}-0"]):
+            former = stored[0].metadata.get(HELD_OUT, held_out)
+            if former == held_out:
+                break
+            first += former["number"]  # before a resume, the run had other validation tasks
         requests = [
             EnqueueRolloutRequest(
                 input=task,
                 mode="val",
                 config=self._algorithm.rollout,
-                group_id=f"val-{step}-{index}",
-                rollout_id=f"{self._start.lineage}-val-{step}-{index}-{sample}",
+                group_id=f"val-{step}-{number}",
+                rollout_id=f"{prefix}-{number}-{sample}",
                 resources_id=resources_id,
-                metadata=_source_of(tasks, index),
+                metadata=_source_of(tasks, number - first) | {HELD_OUT: held_out},
             )
-            for index, task in enumerate(tasks)
+            for number, task in enumerate(tasks, first)
             for sample in range(samples)
         ]
         ids = [request.rollout_id for request in requests if request.rollout_id]

@@ -177,6 +177,19 @@ def test_completed_evaluations_are_repeated_with_what_failed_in_them(world: Worl
     assert {row["step"]: row["val/failed"] for row in rows if row.get("val/failed")} == {4: 1}
 
 
+def test_an_evaluation_on_other_tasks_has_other_rollouts(world: World):
+    def evaluated() -> int:
+        return sum("-val-4-" in name for name in world.sampled)
+
+    asyncio.run(live(world, die_after=50))  # after the state of step 3
+    assert evaluated() == 2
+    for world.val_tasks, number in ((3, 5), (3, 5), (2, 5), (1, 6), (3, 6)):
+        asyncio.run(live(world, die_after=51 + number))
+        assert evaluated() == number
+        assert not (world.folder / "state" / "step-6").exists()
+    assert set(world.sampled.values()) == {1}
+
+
 def test_learners_that_are_lost_while_a_resumed_run_takes_steps_again(world: World, undisturbed: tuple):
     """Nothing may be sampled from engines that have the first weights still."""
     asyncio.run(live(world, die_after=60))  # within step 7
