@@ -55,12 +55,8 @@ class PromptCritic:
             RejectedEdit: the model did not answer, or its answer is empty or truncated.
             CriticError: no request can succeed: the API key, the model's name or the base URL is wrong.
         """
-        return await ask_model(
-            self._client,
-            self._settings.gradient_model,
-            critique_messages(template, describe_trials(trials), variant),
-            self._settings.diversity_temperature,
-        )
+        messages = critique_messages(template, describe_trials(trials), variant)
+        return await self._ask(self._settings.gradient_model, messages)
 
     async def edit(self, template: PromptTemplate, critique: str, variant: int) -> str:
         """Return an answer that contains a rewritten prompt.
@@ -69,12 +65,10 @@ class PromptCritic:
             RejectedEdit: as in `critique`.
             CriticError: as in `critique`.
         """
-        return await ask_model(
-            self._client,
-            self._settings.apply_edit_model,
-            edit_messages(template, critique, variant),
-            self._settings.diversity_temperature,
-        )
+        return await self._ask(self._settings.apply_edit_model, edit_messages(template, critique, variant))
+
+    async def _ask(self, model: str, messages: list[JsonObject]) -> str:
+        return await ask_model(self._client, model, messages, self._settings.diversity_temperature)
 
 
 async def ask_model(
