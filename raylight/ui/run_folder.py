@@ -38,6 +38,7 @@ from raylight.trainer.output.loggers.protocol import VAL_STEP
 from raylight.trainer.output.loggers.run_files import METRICS_FILE
 from raylight.trainer.output.run_records import read_config
 from raylight.trainer.output.stored_rollouts import STORE_FILES
+from raylight.trainer.spec.resume import flatten
 from raylight.types import JsonObject
 from raylight.ui.rollout_index import RolloutIndex
 
@@ -176,7 +177,10 @@ class RunFolder:
 
     def settings(self) -> JsonObject:
         """Return the settings by dotted name. Keys and passwords are hidden."""
-        return dict(_flat(self.config()))
+        return {
+            name: "***" if value is not None and name.lower().endswith(HIDDEN) else value
+            for name, value in flatten(self.config()).items()
+        }
 
     def summary(self) -> JsonObject | None:
         """Return the content of `summary.json`; None while the run goes on, or if it did not end well."""
@@ -331,15 +335,6 @@ def _finite(value: object) -> float | None:
     if isinstance(value, int):
         return value if abs(value) <= 2**63 else None
     return value if isinstance(value, float) and math.isfinite(value) else None
-
-
-def _flat(values: JsonObject, prefix: str = "") -> Iterable[tuple[str, object]]:
-    for name, value in values.items():
-        if isinstance(value, dict) and value:
-            yield from _flat(value, f"{prefix}{name}.")
-        else:
-            is_hidden = value is not None and str(name).lower().endswith(HIDDEN)
-            yield f"{prefix}{name}", "***" if is_hidden else value
 
 
 def _first_and_last(rows: list[Metrics], name: str) -> list[float | None] | None:

@@ -336,7 +336,7 @@ def flatten(config: JsonObject, prefix: str = "") -> JsonObject:
         if isinstance(value, dict) and value:
             flat |= flatten(value, f"{prefix}{name}.")
         else:
-            flat[prefix + name] = value
+            flat[f"{prefix}{name}"] = value
     return flat
 
 
