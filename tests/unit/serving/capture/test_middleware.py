@@ -207,7 +207,7 @@ async def test_what_was_translated_says_so_and_has_the_id_that_the_agent_sees(
     assert (span.name, span.attributes[semconv.DIALECT]) == (name, dialect)
     assert span.attributes[semconv.RESPONSE_ID] == prefix + span.attributes[semconv.CALL_ID]
     assert json.loads(span.attributes[semconv.TOOL_DEFINITIONS]) == TOOLS
-    assert read_call(span.attributes).completeness == (True, True)
+    assert read_call(span.attributes).completeness == (True, True, True)
 
 
 @pytest.mark.parametrize("streamed", [False, True])
