@@ -33,7 +33,7 @@ send -KILL "$1"
 """Shell script that ends all processes with the mark that is its argument: SIGTERM, after 3 s SIGKILL."""
 READ_BY_TOOLS = re.compile(
     r"HOME|PATH|TMPDIR|(XDG|LD)_\w+|STORAGE_(DRIVER|OPTS)|CONTAINERS_\w*CONF\w*|"
-    r"CONTAINER_(HOST|CONNECTION|SSHKEY)|DOCKER_(HOST|CONFIG|CONTEXT|CERT_PATH|TLS\w*)"
+    r"CONTAINER_(HOST|CONNECTION|SSHKEY)|DOCKER_(API_VERSION|HOST|CONFIG|CONTEXT|CERT_PATH|TLS\w*)"
 )
 """Variables that podman and docker read themselves, such as the folder of the containers; no keys."""
 END_S = 30.0
