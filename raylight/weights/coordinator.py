@@ -54,6 +54,7 @@ from raylight.weights.orders import (
     Task,
     TaskAnswer,
     VersionSequence,
+    next_order,
     withdraw,
 )
 from raylight.weights.protocol import EngineLoad
@@ -440,7 +441,11 @@ class ReplicaCoordinator:
             if pending is None or pending.order.token != token:
                 return {}
             weights, found = pending.order, {name: self._quorum[name] for name in pending.waiting()}
-        return {name: r for name, r in found.items() if r.present and self._next_order(r) is weights}
+        return {
+            name: r
+            for name, r in found.items()
+            if r.present and next_order(self._desired, r.state, r.failed) is weights
+        }
 
     # tasks
 
@@ -454,7 +459,7 @@ class ReplicaCoordinator:
                 return None
         if state.updating:
             return Task(UNNUMBERED, "abort")
-        if (order := self._next_order(replica)) is not None:
+        if (order := next_order(self._desired, state, replica.failed)) is not None:
             return None if order.kind == "weights" else Task(order.number, order.kind, order)
         pending = self._pending
         if pending and not pending.has_reached(name, replica):
@@ -463,24 +468,6 @@ class ReplicaCoordinator:
                 return Task(pending.probe_number, "probe", pending.order)
         has_failed = any(order.number == replica.failed for order in self._desired.values())  # it will end
         return None if state.serves or has_failed else Task(UNNUMBERED, "serve")
-
-    def _next_order(self, replica: Replica) -> Order | None:
-        """Return the next order that a replica is to reach; None if it has reached all, or is in a transfer.
-
-        What is no longer ordered comes first: a replica that was away may have missed the order's end.
-        """
-        state = replica.state
-        if state.updating:
-            return None
-        for adapter in state.adapters:
-            if f"adapter {adapter}" not in self._desired:
-                return Order("release", 0.0, adapter=adapter)
-        if state.asleep and "sleep" not in self._desired:
-            return Order("wake", 0.0)
-        for order in sorted(self._desired.values(), key=lambda order: order.number):
-            if not order.is_reached(state) and replica.failed != order.number:
-                return order
-        return None
 
     def _take_answer(self, name: str, replica: Replica, answer: TaskAnswer) -> None:
         """Record the outcome of a task."""

@@ -285,3 +285,25 @@ def withdraw(orders: dict[str, Order], order: Order, before: Order | None) -> No
         del orders[order.subject]
         if before is not None:
             orders[order.subject] = before
+
+
+def next_order(desired: Mapping[str, Order], state: ReplicaState, failed: int) -> Order | None:
+    """Return the next order that a replica is to reach; None if it has reached all, or is in a transfer.
+
+    What is no longer ordered comes first: a replica that was away may have missed the order's end.
+
+    Args:
+        desired: newest order of each subject.
+        failed: number of the last order that the replica failed.
+    """
+    if state.updating:
+        return None
+    for adapter in state.adapters:
+        if f"adapter {adapter}" not in desired:
+            return Order("release", 0.0, adapter=adapter)
+    if state.asleep and "sleep" not in desired:
+        return Order("wake", 0.0)
+    for order in sorted(desired.values(), key=lambda order: order.number):
+        if not order.is_reached(state) and failed != order.number:
+            return order
+    return None
