@@ -20,7 +20,8 @@ state. Laws:
 - A failed order is withdrawn: a replica that joins later receives what all replicas had before it. An order
   of another kind than weights stays after its time, for late replicas, until a newer one supersedes it.
 - A restarted coordinator continues from a snapshot. Until it is restored it answers no subscription and
-  begins no order. Replicas of the snapshot count as live until they have returned or are evicted.
+  begins no order. Replicas of the snapshot count as live until they have returned or are evicted. The last
+  publication is answered from the snapshot if its caller repeats the call, and is not executed again.
 - References to superseded payloads are dropped.
 
 Replicas poll, and are not called: a joining replica receives weights before Serve routes calls to it, and
@@ -110,6 +111,8 @@ class ReplicaCoordinator:
         self._failed_senders: dict[str, str] = {}
         """Reason for which the sender of an order that has not begun failed, by the order's token."""
         self._calls: collections.OrderedDict[str, asyncio.Task[dict[str, object]]] = collections.OrderedDict()
+        self._answers: dict[str, dict[str, object]] = {}
+        """Results of the last publication, by the key of its call; they outlast a restart."""
         self._ended_tokens: collections.deque[str] = collections.deque(maxlen=REMEMBERED)
         self._start_failure: str | None = None
         self._streams = SamplingStreams(restored=not restored)
@@ -291,8 +294,10 @@ class ReplicaCoordinator:
                 replicas failed, or the timeout expired.
         """
         await self._wait_until_restored()
+        if key in self._answers:
+            return self._answers[key], self.snapshot()
         if key not in self._calls:
-            self._calls[key] = asyncio.ensure_future(self._execute(order))
+            self._calls[key] = asyncio.ensure_future(self._execute(key, order))
             while len(self._calls) > REMEMBERED:
                 self._calls.popitem(last=False)
         try:
@@ -399,6 +404,7 @@ class ReplicaCoordinator:
             frozenset(self._receivers()),
             tuple(self._ended_tokens),
             tuple(self._starts.holds),
+            self._answers,
         )
 
     async def next_snapshot(self, after: int, timeout: float) -> Snapshot | None:
@@ -422,6 +428,7 @@ class ReplicaCoordinator:
         self._quorum.evicted, self._quorum.ever_subscribed = dict(snapshot.evicted), snapshot.ever_subscribed
         self._ended_tokens.extend(snapshot.ended_tokens)
         self._starts.holds = dict.fromkeys(snapshot.holds, True)
+        self._answers = snapshot.answers
         for name, handle in snapshot.replicas.items():
             self._quorum.expect(name, Replica(self._now(), handle, present=False))
         self._restored = True
@@ -506,11 +513,11 @@ class ReplicaCoordinator:
 
     # execution of orders
 
-    async def _execute(self, order: Order) -> dict[str, object]:
+    async def _execute(self, key: str, order: Order) -> dict[str, object]:
         """Issue an order after all earlier ones, and wait until every replica has reached it."""
         started = self._now()
         async with self._turn(order):
-            order.check(self._versions, self._quorum.ever_subscribed, self._desired.get("sleep"))
+            order.check(self._versions.used, self._quorum.ever_subscribed, self._desired.get("sleep"))
             order = replace(order, number=self._next_number())
             pending = self._pending = PendingOrder(
                 order,
@@ -542,6 +549,7 @@ class ReplicaCoordinator:
                 self._update_completed()
         if order.publishes:
             self.publication_s = self._now() - started
+            self._answers = {key: pending.outcomes()}
         return pending.outcomes()
 
     @contextlib.asynccontextmanager

@@ -92,19 +92,19 @@ class Order:
         """Return True if an engine is in the ordered state."""
         return _REACHED[self.kind](self, state)
 
-    def check(self, versions: VersionSequence, has_replicas: bool, sleep: Order | None) -> None:
+    def check(self, last_version: int, has_replicas: bool, sleep: Order | None) -> None:
         """Check that the order can be executed now.
 
         Args:
-            versions: the versions that were published before.
+            last_version: newest version of weights and adapters.
             sleep: newest order to sleep or to wake.
 
         Raises:
             WeightSyncError: it cannot.
         """
-        if self.publishes and not versions.accepts(self.version):
+        if self.publishes and self.version <= last_version:
             raise WeightSyncError(
-                f"version {self.version} is not newer than {versions.used}; versions are never reused"
+                f"version {self.version} is not newer than {last_version}; versions are never reused"
             )
         if self.kind == "sleep" and self.level != 1:
             raise WeightSyncError(
@@ -220,6 +220,8 @@ class Snapshot:
         lacking: live replicas that are to receive the current weights next, before they serve.
         ended_tokens: tokens of publications that have ended, for their senders.
         holds: tokens of holds of starts, see `Starts`.
+        answers: results of the last publication that ended well, by the key of its call, which its caller
+            repeats if the answer is lost.
     """
 
     generation: int = 0
@@ -234,6 +236,7 @@ class Snapshot:
     lacking: frozenset[str] = frozenset()
     ended_tokens: tuple[str, ...] = ()
     holds: tuple[str, ...] = ()
+    answers: dict[str, dict[str, object]] = field(default_factory=dict)
 
 
 @dataclass
@@ -244,38 +247,33 @@ class VersionSequence:
         last: highest version that was published, or is being published.
         received: highest version of the weights that any replica has received, perhaps after its publication
             had failed. 0 is the model as loaded.
-        repeatable: version that may be published again although replicas have received it: its publication
-            failed, or the coordinator was restarted and its answer may be lost. None after the next one.
+        awaits_repetition: True from a restart of the coordinator, or the failure of a publication, until the
+            next one, if it may publish the version again that replicas have received.
     """
 
     last: int = -1
     received: int = 0
-    repeatable: int | None = None
+    awaits_repetition: bool = False
 
     @property
     def used(self) -> int:
-        """The highest version that must not be published again, unless it is `repeatable`."""
-        is_known = self.repeatable is not None or not self.received
+        """The highest version that must not be published again."""
+        is_known = self.awaits_repetition or not self.received
         return self.last if is_known else max(self.last, self.received)
 
-    def accepts(self, version: int) -> bool:
-        """Return True if a version may be published."""
-        return version > self.used or version == self.repeatable
-
     def begin(self, version: int) -> None:
-        self.last, self.repeatable = version, None
+        self.last, self.awaits_repetition = version, False
 
     def fail(self, last: int) -> None:
         """Note that a publication of weights failed, before which `last` was the highest version."""
-        self.repeatable = self.last if last < self.last <= self.received else None
-        self.last = last
+        self.last, self.awaits_repetition = last, self.received >= self.last
 
     def note_received(self, version: int) -> None:
         """Note that a replica has received a version of the weights."""
         self.received = max(self.received, version)
 
     def restore(self, snapshot: Snapshot) -> None:
-        self.last = self.repeatable = snapshot.version
+        self.last, self.awaits_repetition = snapshot.version, True
         self.note_received(snapshot.received)
 
 

@@ -16,6 +16,7 @@ from coordinator_helpers import (
     join,
     publish_weights,
     replicas_of,
+    send,
     turns,
 )
 from unit_helpers import until, within
@@ -138,28 +139,54 @@ async def test_a_version_of_an_adapter_is_never_used_again_even_after_a_failure(
 
 
 @pytest.mark.parametrize("adapter", ["x", None], ids=["adapter", "weights"])
-async def test_a_publication_that_ended_is_repeated_after_a_restart(adapter: str | None) -> None:
-    """The answer may be lost with the coordinator."""
+async def test_a_call_that_ended_is_answered_again_after_restarts(adapter: str | None) -> None:
+    """The answer may be lost with the coordinator. A joined replica is not waited for: no sender exists."""
     coordinator = Coordinator()
     async with within():
-        a = await join(coordinator, "a")
+        a, order = await join(coordinator, "a"), Order("weights", 60.0, 1, token="a publication")
         if adapter:
-            await give(a, publish(coordinator, 1))
+            order = Order("adapter", 60.0, 1, adapter, PAYLOAD_REF)
         else:
-            following = asyncio.create_task(do(a, 4))
-            await publish_weights(coordinator, 1)
-            await following
-        a.coordinator = restarted = Coordinator(restored=False)
-        await restarted.restore(coordinator.snapshot())
-        await a.subscribe()
-        assert await publish(restarted, 1, adapter=adapter) == {"a": None}
-        with pytest.raises(WeightSyncError, match="never reused"):
-            await publish(restarted, 1, adapter=adapter)
+            sending = asyncio.create_task(send(coordinator, 1, order.token))
+        following = asyncio.create_task(do(a, 1 if adapter else 4))
+        await coordinator.issue("call", order)
+        await following
+        for _ in range(2):
+            snapshot, coordinator = coordinator.snapshot(), Coordinator(restored=False)
+            await coordinator.restore(snapshot)
+            joined = Replica(coordinator, "joined")
+            await joined.subscribe()
+            assert (await coordinator.issue("call", order))[0] == {"a": None}
+            assert coordinator.snapshot().lacking == (set() if adapter else {"joined"})
+            with pytest.raises(WeightSyncError, match="never reused"):
+                await publish(coordinator, 1, adapter=adapter)
+        if not adapter:
+            await sending
 
 
 async def do(replica: Replica, tasks: int) -> None:
     for _ in range(tasks):
         await replica.do()
+
+
+@pytest.mark.parametrize("late", [True, False])
+async def test_a_version_that_failed_is_refused_after_a_restart_too(late: bool) -> None:
+    """Even if all replicas have it by then: its caller may have another payload."""
+    coordinator = Coordinator()
+    async with within():
+        await join(coordinator, "a")
+        with pytest.raises(WeightSyncError, match="did not reach a"):
+            await publish(coordinator, 3, 0.01)
+        if late:
+            await coordinator.leave("a")
+            replacement = Replica(coordinator, "b")
+            await replacement.subscribe()
+            await replacement.catch_up()
+            assert coordinator.versions().adapters == {"x": 3}
+        restarted = Coordinator(restored=False)
+        await restarted.restore(coordinator.snapshot())
+        with pytest.raises(WeightSyncError, match="never reused"):
+            await publish(restarted, 3, 0.01)
 
 
 ORDERS: dict[str, Any] = {
@@ -389,7 +416,7 @@ async def test_an_order_whose_publisher_is_cancelled_makes_room() -> None:
     coordinator = Coordinator()
     async with within():
         a = await join(coordinator, "a")
-        first = asyncio.create_task(coordinator._execute(Order("adapter", 60.0, 1, "x", PAYLOAD_REF)))
+        first = asyncio.create_task(coordinator._execute("", Order("adapter", 60.0, 1, "x", PAYLOAD_REF)))
         await turns()
         first.cancel()
         second = asyncio.create_task(publish(coordinator, 2))
