@@ -8,10 +8,12 @@ import os
 import re
 import shutil
 import tempfile
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from raylight.engines.protocol import LoraAdapter
+from raylight.errors import WeightSyncError
 from raylight.weights.peft_files import write_adapter
 
 PREFIX = "raylight-adapters-"
@@ -43,12 +45,15 @@ class AdapterFiles:
 
         Args:
             prefix: beginning of the layers' names in the file, in place of `MODEL`.
+
+        Raises:
+            WeightSyncError: the adapter's patterns give parameters of one layer different scales.
         """
-        folder = Path(tempfile.mkdtemp(dir=self._folder))
         weights = {
             prefix + name.removeprefix(MODEL) if name.startswith(MODEL) else name: array
             for name, array in _with_common_scale(adapter).items()
         }
+        folder = Path(tempfile.mkdtemp(dir=self._folder))
         write_adapter(folder, LoraAdapter(adapter.config, weights))
         return folder
 
@@ -64,20 +69,42 @@ def _with_common_scale(adapter: LoraAdapter) -> dict[str, Any]:
     vLLM ignores peft's `rank_pattern` and `alpha_pattern`, with which layers have other scales.
     """
     config, weights = adapter.config, dict(adapter.weights)
-    alphas = config.get("alpha_pattern") or {}
-    if not (alphas or config.get("rank_pattern")):
+    ranks, alphas = (config.get(f"{name}_pattern") or {} for name in ("rank", "alpha"))
+    if not (ranks or alphas):
         return weights
     power = 0.5 if config.get("use_rslora") else 1
     common = config["lora_alpha"] / config["r"] ** power
     for name, matrix in adapter.weights.items():
-        layer, found, end = name.partition(".lora_A.")
-        if found:
-            path = layer.removeprefix("base_model.model.")
-            patterns = (value for key, value in alphas.items() if re.match(rf"(.*\.)?({key})$", path))
-            alpha = next(patterns, config["lora_alpha"])
-            other = f"{layer}.lora_B.{end}"
-            weights[other] = weights[other] * (alpha / len(matrix) ** power / common)
+        if found := re.search(r"\.lora_(embedding_)?B(\.|$)", name):
+            layer = name[: found.start()].removeprefix("base_model.model.").replace(".base_layer", "")
+            scales = {
+                _match(alphas, key, config["lora_alpha"]) / _match(ranks, key, config["r"]) ** power
+                for key in _peft_keys(layer, config.get("target_parameters") or [])
+            }
+            if len(scales) > 1:
+                raise WeightSyncError(
+                    f"adapter: rank_pattern or alpha_pattern gives target_parameters of {layer} different "
+                    "scales, and peft's files do not name the parameters; give all of them the same scale"
+                )
+            weights[name] = matrix * (scales.pop() / common)
     return weights
+
+
+def _match(patterns: Mapping[str, float], key: str, default: float) -> float:
+    """Return the value of the first pattern that matches a key as in peft."""
+    return next((value for name, value in patterns.items() if re.match(rf"(.*\.)?({name})$", key)), default)
+
+
+def _peft_keys(layer: str, targets: Sequence[str]) -> list[str]:
+    """Return the names that peft may match with patterns for a layer.
+
+    Args:
+        targets: the adapter's `target_parameters`, which peft matches by the name of the parameter. Those
+            without the name of a module may be in any layer.
+    """
+    split = [target.rpartition(".") for target in targets]
+    named = [f"{layer}.{parameter}" for module, _, parameter in split if f".{layer}".endswith(f".{module}")]
+    return [*(named or [layer]), *(f"{layer}.{parameter}" for module, _, parameter in split if not module)]
 
 
 def _remove_abandoned(folder: Path) -> None:
