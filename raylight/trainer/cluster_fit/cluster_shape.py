@@ -66,10 +66,10 @@ def pack_shares(*roles: tuple[int, float]) -> list[float]:
     """Return what processes leave of each GPU that they take. Ray puts a share where the least is left.
 
     Args:
-        roles: number of processes, and the GPUs of each.
+        roles: number of processes, and the GPUs of each, in the order of their start.
     """
     left: list[float] = []
-    for processes, gpus in sorted(roles, key=lambda role: role[1], reverse=True):
+    for processes, gpus in roles:
         left[:0] = [0.0] * (processes * int(gpus))
         for _ in range(processes if (share := gpus % 1) else 0):
             index = bisect.bisect_left(left, share - ROUNDING)

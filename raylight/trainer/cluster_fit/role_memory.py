@@ -38,12 +38,14 @@ class RoleMemory:
         processes: number of equal processes.
         gpus: GPUs of each process; 0 if it computes on a CPU, a fraction if it shares one.
         items: what the process holds at its peak.
+        group: processes that Ray places together.
     """
 
     role: str
     processes: int
     gpus: float
     items: tuple[Item, ...] = field(default=())
+    group: int = 1
 
     def total(self, place: Place, *, growing: bool = True) -> int:
         """Return the bytes of one process on its device or in host memory.

@@ -132,7 +132,7 @@ def learner_memory(
         routes = config.max_tokens_per_micro_batch * shape.route_bytes * INT64
         items.append(Item("routes of a pass", routes, grows=True))
     items += _with_gaps(_pass(path, shape, config, trained, longest), bool(config.num_gpus))
-    return RoleMemory("learner", config.n, config.num_gpus, tuple(items))
+    return RoleMemory("learner", config.n, config.num_gpus, tuple(items), group=config.n)
 
 
 def _frozen_vision(shapes: list[ModelShape], config: LearnerConfig, tokens: int | None) -> Iterator[Item]:
@@ -329,7 +329,7 @@ def engine_memory(path: str, shape: ModelShape, config: EngineConfig, gpu_memory
         token = shape.all_route_bytes if traits.routes_every_layer else shape.route_bytes
         items.append(Item(f"routes of experts, {token} bytes a token", routed * token // workers, "host"))
     held = tuple(items) if sleeps else _all_stay(items)
-    return EngineMemory("engine", most_workers(config), config.num_gpus, held, context=length, room=room)
+    return EngineMemory("engine", most_workers(config), config.num_gpus, held, workers, length, room)
 
 
 def _all_stay(items: Iterable[Item]) -> tuple[Item, ...]:

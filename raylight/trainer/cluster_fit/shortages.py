@@ -44,15 +44,15 @@ class PlacedNode:
         return sum(role.total("host", growing=at_peak) * count for role, count in counts.items())
 
     def free_gpus(self, role: RoleMemory) -> list[list[RoleMemory]]:
-        """Return the GPUs that a process of a role would take, the fullest first; none if there are not
-        enough."""
+        """Return the GPUs that a process of a role would take, as Ray chooses them: those where the least is
+        left; none if there are not enough."""
         share, count = min(role.gpus, 1.0), max(int(role.gpus), 1)
         free = [held for held in self.on_gpus if _taken(held) + share <= 1 + ROUNDING]
         return sorted(free, key=_taken, reverse=True)[:count] if len(free) >= count else []
 
-    def left_for(self, role: RoleMemory) -> tuple[float, float]:
-        """Return what is free on the first GPU that a process of a role would take, and on all GPUs."""
-        return 1 - _taken(self.free_gpus(role)[0]), len(self.on_gpus) - sum(map(_taken, self.on_gpus))
+    def free(self) -> float:
+        """Return the GPUs that no role takes."""
+        return len(self.on_gpus) - sum(map(_taken, self.on_gpus))
 
 
 def _taken(held: Sequence[RoleMemory]) -> float:
@@ -61,19 +61,20 @@ def _taken(held: Sequence[RoleMemory]) -> float:
 
 
 def place(roles: Sequence[RoleMemory], cluster: ClusterShape, at_peak: bool) -> list[PlacedNode]:
-    """Place all processes: those with most GPUs first, each where fewest are left for others, and those
-    without GPUs where most memory is left.
+    """Place all processes: those with GPUs as Ray places them, the others where most memory is left.
 
-    A process for which no GPU is free is left out.
+    Ray places the roles in the order of their start. A placement group begins on the machine with most free
+    GPUs and fills it. A process for which no GPU is free is left out.
     """
     nodes = [PlacedNode(node, [], [[] for _ in range(node.gpus)]) for node in cluster.nodes]
-    for role in sorted((role for role in roles if role.gpus), key=lambda role: role.gpus, reverse=True):
-        for _ in range(role.processes):
-            fitting = [node for node in nodes if node.free_gpus(role)]
-            if not fitting:
+    for role in (role for role in roles if role.gpus):
+        node = nodes[0]
+        for index in range(role.processes):
+            if index % role.group == 0 or not node.free_gpus(role):
+                node = max(nodes, key=lambda node: (bool(node.free_gpus(role)), node.free()))
+            if not (free := node.free_gpus(role)):
                 break
-            node = min(fitting, key=lambda node: node.left_for(role))
-            for held in node.free_gpus(role):
+            for held in free:
                 held.append(role)
             node.roles.append(role)
     left = [node.shape.memory - node.host(at_peak) for node in nodes]
@@ -109,7 +110,8 @@ def _missing_gpus(
     if sum(len(node.roles) for node in nodes) < sum(role.processes for role in roles):
         needed = len(pack_shares(*((role.processes, role.gpus) for role in roles)))
         parts = ", ".join(f"{role.processes} x {role.gpus:g} for {role.role}" for role in roles if role.gpus)
-        yield Shortage("GPUs", f"the run needs {needed} GPUs ({parts}); there are {cluster.gpus}")
+        order = ", on which Ray cannot place them in this order" if needed <= cluster.gpus else ""
+        yield Shortage("GPUs", f"the run needs {needed} GPUs ({parts}); there are {cluster.gpus}{order}")
 
 
 def _missing_device_memory(node: PlacedNode, at_peak: bool, take_turns: bool) -> Iterator[Shortage]:

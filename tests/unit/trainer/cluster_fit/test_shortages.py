@@ -11,9 +11,16 @@ def cluster(nodes: int = 1, gpus: int = 0, gpu_memory: float = 0, memory: float 
     return ClusterShape((NodeShape(int(memory * GIB), gpus, int(gpu_memory * GIB)),) * nodes)
 
 
-def role(name: str = "learner", processes: int = 1, gpus: float = 0, device: float = 0, host: float = 0):
+def role(
+    name: str = "learner",
+    processes: int = 1,
+    gpus: float = 0,
+    device: float = 0,
+    host: float = 0,
+    group: int = 1,
+):
     items = (Item("weights", int(device * GIB)), Item("libraries", int(host * GIB), "host"))
-    return RoleMemory(name, processes, gpus, items)
+    return RoleMemory(name, processes, gpus, items, group)
 
 
 def kinds(roles: list[RoleMemory], on: ClusterShape) -> list[str]:
@@ -102,16 +109,42 @@ def test_two_fractions_above_a_half_do_not_fit_on_one_gpu():
     assert shortage.message == "the run needs 3 GPUs (3 x 0.6 for learner); there are 2"
 
 
-@pytest.mark.parametrize(
-    ("roles", "gpus"),
-    [
-        ([role(processes=2, gpus=0.4), role("engine", processes=2, gpus=0.6)], (2,)),
-        ([role(processes=2, gpus=0.4), role("engine", processes=2, gpus=0.6)], (1, 1)),
-        ([role(gpus=0.3), role("engine", gpus=0.5), role("teacher", processes=2, gpus=0.6)], (3,)),
-        ([role(gpus=1), role("engine", gpus=2)], (2, 1)),
-        ([role(gpus=0.5), role("engine", processes=2, gpus=1), role("teacher", gpus=0.5)], (1, 2)),
-    ],
-)
-def test_a_placement_that_exists_is_found(roles, gpus):
+PLACED = [
+    ([role(gpus=0.4), role("engine", processes=2, gpus=0.6)], (2,)),
+    ([role(gpus=0.4), role("engine", processes=2, gpus=0.6)], (1, 1)),
+    ([role(gpus=0.3), role("engine", gpus=0.5), role("teacher", processes=2, gpus=0.6)], (3,)),
+    ([role(gpus=0.3), role("engine", gpus=0.8), role("teacher", gpus=0.2), role("judge", gpus=0.7)], (2,)),
+    ([role("engine", processes=2, gpus=0.4), role("teacher", processes=2, gpus=0.6)], (1, 1)),
+    ([role(gpus=0.5), role("engine", processes=2, gpus=1), role("teacher", gpus=0.5)], (1, 2)),
+    ([role(processes=2, gpus=0.6, group=2), role("engine", gpus=0.35), role("teacher", gpus=0.6)], (2, 1)),
+]
+NOT_PLACED = [
+    ([role("engine", processes=2, gpus=0.4), role("teacher", processes=2, gpus=0.6)], (2,)),
+    ([role(processes=2, gpus=0.4, group=2), role("engine", processes=2, gpus=0.6)], (1, 1)),
+    ([role(gpus=1), role("engine", gpus=2)], (2, 1)),  # the learner starts on the machine with two
+    ([role("engine", processes=2, gpus=1), role("teacher", gpus=2)], (2, 2, 1)),
+]
+
+
+@pytest.mark.parametrize(("roles", "gpus"), PLACED)
+def test_a_placement_that_ray_makes_is_found(roles, gpus):
     nodes = ClusterShape(tuple(NodeShape(GIB, count, GIB) for count in gpus))
     assert find_shortages(roles, nodes) == []
+
+
+@pytest.mark.parametrize(("roles", "gpus"), NOT_PLACED)
+def test_a_placement_that_ray_does_not_make_is_not_promised(roles, gpus):
+    nodes = ClusterShape(tuple(NodeShape(GIB, count, GIB) for count in gpus))
+    assert [shortage.what for shortage in find_shortages(roles, nodes)] == ["GPUs"]
+
+
+def test_enough_gpus_on_the_wrong_machines_are_missing():
+    nodes = ClusterShape((NodeShape(GIB, 2, GIB), NodeShape(GIB, 1, GIB)))
+    (shortage,) = find_shortages([role(gpus=1), role("engine", gpus=2)], nodes)
+    assert shortage.message.endswith("there are 3, on which Ray cannot place them in this order")
+
+
+def test_the_processes_of_a_placement_group_fill_a_machine():
+    nodes = cluster(2, 2, 80, memory=50)
+    assert kinds([role(processes=2, gpus=1, host=30)], nodes) == []
+    assert kinds([role(processes=2, gpus=1, host=30, group=2)], nodes) == ["host memory"]
