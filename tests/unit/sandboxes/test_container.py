@@ -178,11 +178,11 @@ async def test_a_programs_variables_are_not_the_tools(fake_tool: Path) -> None:
     )
     sandbox = SandboxSpec("docker", "x").create()
     await sandbox.start()
-    variables = {"HOME": "/work/home", "PATH": "/work/bin", "KEY": "a\n'b' $HOME"}
+    variables = {"HOME": "/srv/home", "PATH": "/srv/bin", "KEY": "a\n'b' $HOME"}
     show = 'printf "%s\n" "$HOME" "$PATH" "$KEY"; export'
     result = await sandbox.exec(["/bin/sh", "-c", show], env=variables)
     await sandbox.stop()
-    assert result.stdout.startswith("/work/home\n/work/bin\na\n'b' $HOME\n")
+    assert result.stdout.startswith("/srv/home\n/srv/bin\na\n'b' $HOME\n")
     assert fake_tool.with_name("docker.home").read_text().strip() == os.environ["HOME"]
 
 
