@@ -8,7 +8,7 @@ import os
 import re
 import shutil
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -69,16 +69,21 @@ def _with_common_scale(adapter: LoraAdapter) -> dict[str, Any]:
     vLLM ignores peft's `rank_pattern` and `alpha_pattern`, with which layers have other scales.
     """
     config, weights = adapter.config, dict(adapter.weights)
-    ranks, alphas = (config.get(f"{name}_pattern") or {} for name in ("rank", "alpha"))
+    ranks: dict[str, float] = config.get("rank_pattern") or {}
+    alphas: dict[str, float] = config.get("alpha_pattern") or {}
     if not (ranks or alphas):
         return weights
-    power = 0.5 if config.get("use_rslora") else 1
-    common = config["lora_alpha"] / config["r"] ** power
+    from peft.utils.other import get_pattern_key
+
+    rank: float = config["r"]
+    alpha: float = config["lora_alpha"]
+    power = 0.5 if config.get("use_rslora") else 1.0
     for name, matrix in adapter.weights.items():
         if found := re.search(r"\.lora_(embedding_)?B(\.|$)", name):
             layer = name[: found.start()].removeprefix("base_model.model.").replace(".base_layer", "")
             scales = {
-                _match(alphas, key, config["lora_alpha"]) / _match(ranks, key, config["r"]) ** power
+                alphas.get(get_pattern_key(list(alphas), key), alpha)
+                / ranks.get(get_pattern_key(list(ranks), key), rank) ** power
                 for key in _peft_keys(layer, config.get("target_parameters") or [])
             }
             if len(scales) > 1:
@@ -86,13 +91,8 @@ def _with_common_scale(adapter: LoraAdapter) -> dict[str, Any]:
                     f"adapter: rank_pattern or alpha_pattern gives target_parameters of {layer} different "
                     "scales, and peft's files do not name the parameters; give all of them the same scale"
                 )
-            weights[name] = matrix * (scales.pop() / common)
+            weights[name] = matrix * (scales.pop() / (alpha / rank**power))
     return weights
-
-
-def _match(patterns: Mapping[str, float], key: str, default: float) -> float:
-    """Return the value of the first pattern that matches a key as in peft."""
-    return next((value for name, value in patterns.items() if re.match(rf"(.*\.)?({name})$", key)), default)
 
 
 def _peft_keys(layer: str, targets: Sequence[str]) -> list[str]:
